@@ -1,0 +1,335 @@
+"""One embodiment of a checkpoint: the keys, shapes and units that its robots must send, and what they get back.
+
+Everything here is read from the checkpoint's `processor_config.json`, `statistics.json` and `embodiment_id.json`;
+together they are the contract that observations are checked against. Arithmetic follows Isaac-GR00T
+`gr00t/data/state_action` step by step, float32 and float64 in the same places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.spatial.transform import Rotation
+
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+
+# Projector indices of NVIDIA's pretraining and example embodiments, used for tags that `embodiment_id.json` leaves out
+# (Isaac-GR00T `processing_gr00t_n1d7.py`).
+KNOWN_IDS = {
+    "simpler_env_google": 0,
+    "simpler_env_widowx": 1,
+    "libero_sim": 2,
+    "new_embodiment": 10,
+    "robocasa_panda_omron": 10,
+    "robocasa_gr1_tabletop": 10,
+    "unitree_g1_sonic": 11,
+    "oxe_droid_relative_eef_relative_joint": 24,
+    "real_g1_relative_eef_relative_joints": 25,
+    "unitree_g1_full_body_with_waist_height_nav_cmd": 25,
+    "real_r1_pro_sharpa_relative_eef": 26,
+    "real_r1_pro_sharpa_relative_eef_human": 26,
+    "real_r1_pro_sharpa_relative_eef_maxinsights": 26,
+    "real_r1_pro_sharpa_relative_eef_mecka": 26,
+    "xdof_relative_eef_relative_joint": 27,
+    "xdof_relative_eef_relative_joint_subtask": 27,
+}
+
+POSE_WIDTHS = {"xyz_rot6d": 9, "xyz_rotvec": 6}
+
+
+class ContractError(ValueError):
+    """The checkpoint's processor files do not describe this embodiment completely; the text says what is missing."""
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """One state key. method: "sin_cos", "mean_std" or "min_max"; the statistics are float64, (width,) or (T, width)."""
+
+    key: str
+    width: int
+    method: str
+    low: Float64
+    high: Float64
+    mean: Float64
+    std: Float64
+    clip: bool
+
+    @property
+    def encoded_width(self) -> int:
+        return 2 * self.width if self.method == "sin_cos" else self.width
+
+    def encode(self, values: Float32) -> Float32:
+        """(..., T, width) raw -> (..., T, encoded_width), for the model."""
+        if self.method == "sin_cos":
+            return np.concatenate([np.sin(values), np.cos(values)], axis=-1)
+        if self.method == "mean_std":
+            return _standardize(values, self.mean, self.std)
+        return _to_unit_range(values, self.low, self.high, self.clip)
+
+
+@dataclass(frozen=True)
+class ActionGroup:
+    """One action key.
+
+    Attributes:
+        method: "min_max" or "mean_std".
+        relative_to: state key whose last row the group refers to, or None for an absolute group.
+        pose: "xyz_rot6d" or "xyz_rotvec" when the group is a relative end-effector pose, "" otherwise.
+        low, high, mean, std: float64 statistics, (width,) or one row per step (horizon, width).
+    """
+
+    key: str
+    width: int
+    method: str
+    representation: str
+    relative_to: str | None
+    pose: str
+    low: Float64
+    high: Float64
+    mean: Float64
+    std: Float64
+    clip: bool
+
+    def decode(self, normalized: Float32, reference: Float32 | None) -> Float32:
+        """(H, width) as the model predicts it -> (H, width) float32 in physical units.
+
+        reference: (width,), the last row of state `relative_to`.
+        """
+        steps = len(normalized)
+        if self.method == "mean_std":
+            std, mean = _rows(self.std, steps), _rows(self.mean, steps)
+            physical = np.where(std != 0, normalized * std + mean, normalized)
+        else:
+            low, high = _rows(self.low, steps), _rows(self.high, steps)
+            physical = (np.clip(normalized, -1.0, 1.0) + np.float32(1)) / np.float32(2) * (high - low) + low
+        if reference is None:
+            return physical.astype(np.float32)
+        if not self.pose:
+            return (physical + reference).astype(np.float32)
+        return _from_matrix(_to_matrix(reference, self.pose) @ _to_matrix(physical, self.pose), self.pose)
+
+    def encode(self, physical: Float32, reference: Float32 | None) -> Float32:
+        """The inverse of `decode`, for the first rows of a chunk: (n, width) physical units -> (n, width) float32."""
+        steps = len(physical)
+        values: NDArray[Any] = physical
+        if reference is not None and not self.pose:
+            values = physical - reference.astype(np.float64)
+        elif reference is not None:
+            anchor = np.linalg.inv(_to_matrix(reference, self.pose))
+            values = _from_matrix(anchor @ _to_matrix(physical, self.pose), self.pose)
+        if self.method == "mean_std":
+            out = _standardize(values.astype(np.float32), _rows(self.mean, steps), _rows(self.std, steps))
+            return np.clip(out, -1.0, 1.0) if self.clip else out
+        return _to_unit_range(values.astype(np.float32), _rows(self.low, steps), _rows(self.high, steps), self.clip)
+
+
+def _rows(statistic: Float64, steps: int) -> Float64:
+    """Per-step statistics of the first `steps` steps; plain ones unchanged."""
+    return statistic[:steps] if statistic.ndim == 2 else statistic
+
+
+def _to_unit_range(values: Float32, low: Float64, high: Float64, clip: bool) -> Float32:
+    """Linear map of [low, high] to [-1, 1]; a feature that never varied becomes 0."""
+    constant = np.isclose(high, low)
+    unit = ((values - low) / np.where(constant, 1.0, high - low)).astype(np.float32)
+    out = np.where(constant, np.float32(0), np.float32(2) * unit - np.float32(1))
+    return np.clip(out, np.float32(-1), np.float32(1)) if clip else out
+
+
+def _standardize(values: Float32, mean: Float64, std: Float64) -> Float32:
+    """(values - mean) / std; a feature without spread keeps its value."""
+    spread = np.where(std != 0, std, 1.0)
+    return np.where(std != 0, (values - mean) / spread, values).astype(np.float32)
+
+
+def _to_matrix(pose: NDArray[Any], kind: str) -> Float64:
+    """(..., 9 or 6) translation and rotation -> (..., 4, 4). rot6d: the first two ROWS, made orthonormal."""
+    pose = np.asarray(pose, dtype=np.float64)
+    out = np.zeros((*pose.shape[:-1], 4, 4))
+    out[..., 3, 3] = 1.0
+    out[..., :3, 3] = pose[..., :3]
+    if kind == "xyz_rotvec":
+        out[..., :3, :3] = Rotation.from_rotvec(pose[..., 3:].reshape(-1, 3)).as_matrix().reshape(*pose.shape[:-1], 3, 3)
+        return out
+    first, second = pose[..., 3:6], pose[..., 6:9]
+    first = first / np.linalg.norm(first, axis=-1, keepdims=True)
+    second = second - (first * second).sum(-1, keepdims=True) * first
+    second = second / np.linalg.norm(second, axis=-1, keepdims=True)
+    out[..., :3, :3] = np.stack((first, second, np.cross(first, second)), axis=-2)
+    return out
+
+
+def _from_matrix(matrix: Float64, kind: str) -> Float32:
+    """(..., 4, 4) -> (..., 9 or 6) float32."""
+    if kind == "xyz_rotvec":
+        turn = Rotation.from_matrix(matrix[..., :3, :3].reshape(-1, 3, 3)).as_rotvec().reshape(*matrix.shape[:-2], 3)
+    else:
+        turn = matrix[..., :2, :3].reshape(*matrix.shape[:-2], 6)
+    return np.concatenate([matrix[..., :3, 3], turn], axis=-1).astype(np.float32)
+
+
+def valid_pose(pose: Float32, kind: str) -> bool:
+    """Whether (..., width) end-effector poses name a rotation: two rot6d rows that are neither zero nor parallel."""
+    if kind != "xyz_rot6d":
+        return True
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(_to_matrix(pose, kind)).all())
+
+
+@dataclass(frozen=True)
+class Embodiment:
+    """The contract of one embodiment.
+
+    Attributes:
+        tag, id: its name, and which weight set it uses.
+        cameras, frames: video keys in model order, and how many frames each must bring (T).
+        states, state_steps: state groups in model order, and how many rows each must bring (T).
+        exclude_state: trained without state; the model gets zeros.
+        language_keys: the first is the instruction; others are accepted and not used.
+        actions, horizon: action groups in model order, and how many steps a chunk has.
+    """
+
+    tag: str
+    id: int
+    cameras: tuple[str, ...]
+    frames: int
+    states: tuple[StateGroup, ...]
+    state_steps: int
+    exclude_state: bool
+    language_keys: tuple[str, ...]
+    actions: tuple[ActionGroup, ...]
+    horizon: int
+
+    def encode_state(self, state: dict[str, Float32], max_state_dim: int) -> Float32:
+        """{key: (T, width)} -> (T, max_state_dim), normalised, zero-padded."""
+        out = np.zeros((self.state_steps, max_state_dim), np.float32)
+        if not self.exclude_state:
+            encoded = np.concatenate([group.encode(state[group.key]) for group in self.states], axis=-1)
+            out[:, : encoded.shape[-1]] = encoded
+        return out
+
+    def decode_action(self, chunk: Float32, state: dict[str, Float32]) -> dict[str, Float32]:
+        """(H, max_action_dim) as predicted, and the raw state {key: (T, width)} -> {key: (horizon, width)}."""
+        out, start = {}, 0
+        for group in self.actions:
+            reference = None if group.relative_to is None else state[group.relative_to][-1]
+            out[group.key] = group.decode(chunk[: self.horizon, start : start + group.width], reference)
+            start += group.width
+        return out
+
+    def encode_prefix(self, chunk: dict[str, Float32], state: dict[str, Float32], steps: int, width: int) -> Float32:
+        """The last `steps` rows of a previous chunk {key: (horizon, D)} as the first rows of a new one.
+
+        They get the statistics of the steps that they now stand on, and relative groups refer to the new state, so
+        decoding them gives the same physical values again. -> (steps, width) float32, zero-padded.
+        """
+        out, start = np.zeros((steps, width), np.float32), 0
+        for group in self.actions:
+            reference = None if group.relative_to is None else state[group.relative_to][-1]
+            out[:, start : start + group.width] = group.encode(chunk[group.key][-steps:], reference)
+            start += group.width
+        return out
+
+
+def load_embodiments(
+    processor: dict[str, Any], statistics: dict[str, Any], ids: dict[str, Any]
+) -> tuple[dict[str, Embodiment], dict[str, str]]:
+    """Reads every embodiment that the processor files describe.
+
+    Args:
+        processor: `processor_kwargs` of `processor_config.json`.
+        statistics: `statistics.json`.
+        ids: `embodiment_id.json`.
+
+    Returns:
+        The embodiments that can be served, and for each of the others the reason why not.
+    """
+    served, refused = {}, {}
+    for tag, modality in (processor.get("modality_configs") or {}).items():
+        try:
+            if tag not in statistics:
+                raise ContractError("statistics.json has no statistics for it")
+            identity = ids.get(tag, KNOWN_IDS.get(tag))
+            if not isinstance(identity, int):
+                raise ContractError("embodiment_id.json has no id for it")
+            served[tag] = _embodiment(tag, identity, modality, statistics[tag], processor)
+        except ContractError as error:
+            refused[tag] = str(error)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            refused[tag] = f"its processor files cannot be read: {type(error).__name__}: {error}"
+    return served, refused
+
+
+def _embodiment(tag: str, identity: int, modality: dict[str, Any], stats: dict[str, Any],
+                processor: dict[str, Any]) -> Embodiment:
+    state, action = modality["state"], modality["action"]
+    sin_cos = set(state.get("sin_cos_embedding_keys") or ()) if processor.get("apply_sincos_state_encoding") else set()
+    mean_std = set(state.get("mean_std_embedding_keys") or ())
+    clip = bool(processor.get("clip_outliers", True))
+    percentiles = bool(processor.get("use_percentiles", False))
+    states = []
+    for key in state["modality_keys"]:
+        s = _statistics(stats.get("state"), key, "state", percentiles)
+        method = "sin_cos" if key in sin_cos else "mean_std" if key in mean_std else "min_max"
+        states.append(StateGroup(key, s["low"].shape[-1], method, s["low"], s["high"], s["mean"], s["std"], clip))
+    widths = {group.key: group.width for group in states}
+
+    horizon = len(action["delta_indices"])
+    configs = action.get("action_configs") or [{}] * len(action["modality_keys"])
+    mean_std = set(action.get("mean_std_embedding_keys") or ())
+    actions = []
+    for key, config in zip(action["modality_keys"], configs, strict=True):
+        representation = str(config.get("rep", "ABSOLUTE")).upper()
+        relative = representation == "RELATIVE" and bool(processor.get("use_relative_action"))
+        s = _statistics(stats.get("action"), key, "action", percentiles)
+        width = s["low"].shape[-1]
+        relative_to, pose = None, ""
+        if relative:
+            # A relative group is normalised by the range of the differences, also where percentiles are on.
+            s = _statistics(stats.get("relative_action"), key, "relative_action", percentiles=False)
+            relative_to = config.get("state_key") or key
+            if widths.get(relative_to) != width:
+                raise ContractError(f"action {key!r} refers to state {relative_to!r}, which has another width")
+            if str(config.get("type", "NON_EEF")).upper() == "EEF":
+                pose = str(config.get("format", "")).lower().replace("+", "_")
+                if POSE_WIDTHS.get(pose) != width:
+                    raise ContractError(f"action {key!r} has format {config.get('format')!r} with width {width}")
+        for statistic in (s["low"], s["high"]):
+            if statistic.shape[-1] != width or (statistic.ndim == 2 and len(statistic) < horizon):
+                raise ContractError(f"statistics of action {key!r} have shape {list(statistic.shape)}")
+        method = "mean_std" if key in mean_std else "min_max"
+        actions.append(
+            ActionGroup(key, width, method, representation, relative_to, pose,
+                        s["low"], s["high"], s["mean"], s["std"], clip)
+        )
+    return Embodiment(
+        tag=tag,
+        id=identity,
+        cameras=tuple(modality["video"]["modality_keys"]),
+        frames=len(modality["video"]["delta_indices"]),
+        states=tuple(states),
+        state_steps=len(state["delta_indices"]),
+        exclude_state=bool(processor.get("exclude_state") or state.get("exclude_state")),
+        language_keys=tuple(modality["language"]["modality_keys"]),
+        actions=tuple(actions),
+        horizon=horizon,
+    )
+
+
+def _statistics(stats: dict[str, Any] | None, key: str, modality: str, percentiles: bool) -> dict[str, Float64]:
+    """One group's statistics as float64 arrays, finite, of one shape."""
+    if key not in (stats or {}):
+        raise ContractError(f"statistics.json has no {modality} statistics for {key!r}")
+    entry = (stats or {})[key]
+    names = {"low": "q01" if percentiles else "min", "high": "q99" if percentiles else "max"}
+    out = {name: np.atleast_1d(np.asarray(entry[source], np.float64)) for name, source in names.items()}
+    for name in ("mean", "std"):
+        out[name] = np.atleast_1d(np.asarray(entry.get(name, np.zeros_like(out["low"])), np.float64))
+    for name, value in out.items():
+        if value.shape[-1] != out["low"].shape[-1] or value.ndim > 2 or not np.isfinite(value).all():
+            raise ContractError(f"statistics.json: {name} of {modality} {key!r} is not finite or has another width")
+    return out

@@ -1,0 +1,199 @@
+"""TorchServe's entry point: a wave of raw requests in, a reply for each out.
+
+`handle` -> `preprocess` (requests to slots) -> `inference` (slots to actions) -> `postprocess` (slots to replies).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import struct
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from ts.context import Context, RequestProcessor
+from ts.protocol.otf_message_handler import create_predict_response
+from ts.service import Service
+from ts.torch_handler.base_handler import BaseHandler
+
+from handler.observation import Limits
+from handler.policy import Gr00tPolicy
+from handler.problem import Problem
+from handler.wave import ContextLost, Slot, fill, run
+from handler.wire import Part, Request, encode_problem, encode_reply, reply_form
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def unpack(batch: list[dict[str, Any]]) -> tuple[list[RequestProcessor], list[Request], dict[int, str]]:
+    """TorchServe's raw batch -> response slots, requests, and request ids.
+
+    Stands in for `Service.retrieve_data_for_inference`, which keeps one part of a name (a camera's later frames would
+    replace the first), mixes part names with header names, and whose exceptions kill the worker with its whole wave.
+    """
+    requests, ids = [], {}
+    for index, raw in enumerate(batch):
+        ids[index] = raw["requestId"].decode()
+        headers = {
+            bytes(h["name"]).decode("utf-8", "replace"): bytes(h["value"]).decode("utf-8", "replace")
+            for h in raw.get("headers") or ()
+        }
+        parts = [Part(p["name"], p["contentType"], bytes(p["value"])) for p in raw["parameters"]]
+        requests.append(Request(headers, parts))
+    return [RequestProcessor(request.headers) for request in requests], requests, ids
+
+
+class Gr00tHandler(BaseHandler):
+    """Serves one checkpoint on one device."""
+
+    def initialize(self, context: Context) -> None:
+        """Loads the checkpoint that the archive's model config names, and answers one example to itself.
+
+        Raises:
+            Exception: whatever keeps the worker from serving, after a log line `GR00T_START_FAILED: reason`.
+        """
+        try:
+            self._initialize(context)
+        except Exception as error:
+            logger.error("GR00T_START_FAILED: %s", " ".join(str(error).split()) or type(error).__name__)
+            raise
+
+    def _initialize(self, context: Context) -> None:
+        start = time.perf_counter()
+        config, properties = context.model_yaml_config, context.system_properties
+        if config.get("batchSize") != properties["batch_size"]:
+            raise RuntimeError(
+                f"the model config says batchSize {config.get('batchSize')}, but this worker was started with batch "
+                f"size {properties['batch_size']}: something overrides the archive (config.properties or the "
+                "management API); make both say the same"
+            )
+        settings = dict(config["handler"])
+        gpu = properties.get("gpu_id")
+        self.device = torch.device(f"cuda:{gpu}" if gpu is not None and torch.cuda.is_available() else "cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        limits = {name: settings[name] for name in vars(Limits()) if name in settings}
+        self.policy = Gr00tPolicy(
+            Path(properties["model_dir"]) / settings["checkpoint"],  # an absolute path stands for itself
+            self.device,
+            DTYPES[settings.get("dtype", "auto")],
+            settings.get("embodiment_tag"),
+            Path(settings["tokenizer"]) if settings.get("tokenizer") else None,
+            Limits(**limits),
+        )
+        loaded = time.perf_counter()
+        for tag in self.policy.embodiments:
+            self.policy.get_action(self.policy.example(tag))  # the first forward is slow, and shows broken weights
+        Service.retrieve_data_for_inference = staticmethod(unpack)
+        self.initialized = True
+        logger.info(
+            "checkpoint %s on %s in %s, batch size %d, embodiments %s; loaded in %.1f s, warm after %.1f s more",
+            self.policy.checkpoint, self.device, self.policy.dtype, properties["batch_size"],
+            ", ".join(self.policy.embodiments), loaded - start, time.perf_counter() - loaded,
+        )
+
+    def handle(self, data: list[Request], context: Context) -> list[bytes]:
+        """Answers a wave. Never looks at one request's headers to decide about another."""
+        self.context = context
+        if self._is_describe_job(data):
+            return [self.describe_handle()]
+        slots = self.preprocess(data)
+        try:
+            self.inference(slots)
+        except ContextLost:
+            self._reply_and_exit(self.postprocess(slots))
+        return self.postprocess(slots)
+
+    @staticmethod
+    def _is_describe_job(data: list[Request]) -> bool:
+        """The management API's describe comes alone, and without the part that every prediction has."""
+        return len(data) == 1 and not data[0].parts and data[0].headers.get("describe") == "True"
+
+    def preprocess(self, data: list[Request]) -> list[Slot]:
+        """Every request becomes a slot: a decoded and checked observation, or a problem."""
+        slots = []
+        for request in data:
+            if request.headers.get("explain") == "True":  # set by TorchServe for /explanations
+                slot = Slot(form=reply_form(request), problem=Problem(404, "there are no explanations for this model"))
+            else:
+                slot = fill(request, self.policy)
+            slots.append(slot)
+        return slots
+
+    def inference(self, data: list[Slot], *args: Any, **kwargs: Any) -> list[Slot]:
+        """Runs one forward per group of slots and puts the actions into them."""
+        run(data, self.policy)
+        return data
+
+    def postprocess(self, data: list[Slot]) -> list[bytes]:
+        """Gives every request its own status, content type and body."""
+        wave = {
+            "wave_requests": len(data),
+            "wave_rows": sum(len(slot.rows) for slot in data if slot.problem is None),
+        }
+        bodies = []
+        for index, slot in enumerate(data):
+            try:
+                bodies.append(self._reply(index, slot, wave))
+            except Exception:
+                logger.exception("a reply could not be written")
+                slot.problem = Problem(500, "the reply could not be written; the server's log says more")
+                bodies.append(self._reply(index, slot, wave))
+        return bodies
+
+    def _reply(self, index: int, slot: Slot, wave: dict[str, int]) -> bytes:
+        if slot.problem is not None:
+            problem = slot.problem
+            content_type, body = encode_problem(problem)
+            self.context.set_response_status(problem.status, problem.title, index)
+            if problem.retry_after is not None:
+                self.context.set_response_header(index, "Retry-After", str(problem.retry_after))
+        else:
+            info: dict[str, Any] = {
+                **wave,
+                "group_rows": slot.group_rows,
+                "preprocess_ms": round(slot.preprocess_ms, 3),
+                "inference_ms": round(slot.inference_ms, 3),
+                "seed": slot.rows[0].seed,
+                "checkpoint": self.policy.checkpoint,
+            }
+            assert slot.observation is not None
+            if slot.observation.timestamp is not None:
+                info["timestamp"] = slot.observation.timestamp
+            content_type, body = encode_reply(slot.form, slot.actions(), info)
+            self.context.set_response_status(200, "OK", index)
+        self.context.set_response_content_type(index, content_type)
+        return body
+
+    def describe_handle(self) -> bytes:
+        """The contract, for `GET /models/gr00t?customized=true`."""
+        self.context.set_response_content_type(0, "application/json")
+        return json.dumps(self.policy.describe()).encode()
+
+    def _reply_and_exit(self, bodies: list[bytes]) -> None:
+        """Sends a wave's replies, then ends this process: only a new one gets a working CUDA context.
+
+        TorchServe sends what `handle` returns, but then keeps the worker; so the bytes go out from here.
+        """
+        message = create_predict_response(
+            bodies, self.context.request_ids, "Prediction success", 200, context=self.context
+        )
+        connection = self.context.cl_socket
+        connection.sendall(message)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:  # SIOCOUTQ: bytes that TorchServe has not read yet
+            unread = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0]
+            if unread == 0:
+                break
+            time.sleep(0.005)
+        time.sleep(0.5)  # TorchServe answers the clients before it sees this connection close
+        logger.error("the worker ends, TorchServe starts a fresh one")
+        logging.shutdown()
+        os._exit(1)

@@ -1,0 +1,351 @@
+"""Observations in, action chunks out: the checkpoint's processing around one forward of the network.
+
+`check` -> `prepare` -> `predict` is the path of a request; `get_action` walks it for one observation in process.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from handler.embodiment import Embodiment, Float32, load_embodiments
+from handler.gr00t.checkpoint import CheckpointError, content_hash, load_model, read_json, weight_files
+from handler.gr00t.model import Batch, Grid, velocity_scale
+from handler.observation import Limits, Observation, check
+from handler.problem import Problem
+from handler.prompt import PromptEncoder, load_tokenizer
+from handler.transforms import ImageRecipe, image_grid, patches
+
+logger = logging.getLogger(__name__)
+
+Actions = dict[str, Float32]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One robot's row, ready for the network.
+
+    Attributes:
+        embodiment: chooses the weight set and how the chunk is decoded.
+        grids: patch grids of its images, in (timestep, camera) order; rows join one forward when these agree.
+        patches: uint8 (P, 3, patch, patch) of all its images.
+        input_ids: int64 (L,).
+        state: float32 (T * max_state_dim,), normalised.
+        raw_state: {key: float32 (T, width)}, physical units; relative actions refer to its last row.
+        seed: of its noise.
+        prefix: float32 (overlap, max_action_dim) for real-time chunking, or None.
+        frozen_steps, ramp_rate: real-time chunking.
+    """
+
+    embodiment: Embodiment
+    grids: tuple[Grid, ...]
+    patches: NDArray[np.uint8]
+    input_ids: NDArray[np.int64]
+    state: Float32
+    raw_state: dict[str, Float32]
+    seed: int
+    prefix: Float32 | None
+    frozen_steps: int
+    ramp_rate: float
+
+
+class Gr00tPolicy:
+    """A checkpoint, loaded on one device.
+
+    Args:
+        checkpoint: the folder, in the published layout; processor files may sit in its `processor/`.
+        device: where the network runs.
+        dtype: of weights and activations; by default bfloat16 on CUDA and float32 elsewhere.
+        embodiment_tag: what a request means that names no embodiment; by default the checkpoint's only one, if so.
+        tokenizer: a folder with the backbone's `tokenizer.json`, when the checkpoint has none.
+        limits: see `Limits`.
+
+    Raises:
+        CheckpointError: the folder cannot be served; the text says why.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        embodiment_tag: str | None = None,
+        tokenizer: Path | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        if not checkpoint.is_dir():
+            raise CheckpointError(f"the checkpoint folder {checkpoint} does not exist")
+        self.device = torch.device(device)
+        self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.limits = limits or Limits()
+        weights = weight_files(checkpoint)
+        config = checkpoint / "processor" if (checkpoint / "processor").is_dir() else checkpoint
+        names = ("processor_config.json", "statistics.json", "embodiment_id.json")
+        hashed = [*weights, checkpoint / "config.json", *(config / n for n in names if (config / n).is_file())]
+        with ThreadPoolExecutor(1) as pool:  # hashing reads what loading reads; side by side it costs nothing
+            digest = pool.submit(content_hash, [file for file in hashed if file.is_file()])
+            self.model = load_model(checkpoint, self.device, self.dtype)
+            self._load_processor(config, embodiment_tag)
+            self.encode_prompt = PromptEncoder(
+                load_tokenizer([folder for folder in (tokenizer, checkpoint, config) if folder]),
+                self.model.config.image_token_id,
+                self.formalize_language,
+            )
+            self.checkpoint = digest.result()
+
+    def _load_processor(self, folder: Path, tag: str | None) -> None:
+        kwargs = read_json(folder, "processor_config.json").get("processor_kwargs", {})
+        if kwargs.get("use_tactile"):
+            raise CheckpointError("processor_config.json: use_tactile is set; tactile checkpoints are not supported")
+        ids = read_json(folder, "embodiment_id.json") if (folder / "embodiment_id.json").is_file() else {}
+        served, refused = load_embodiments(kwargs, read_json(folder, "statistics.json"), ids)
+        for name, embodiment in list(served.items()):
+            if reason := self._misfit(embodiment):
+                refused[name] = reason
+                del served[name]
+        for name, reason in refused.items():
+            logger.warning("embodiment %s is not served: %s", name, reason)
+        if not served:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:4])
+            raise CheckpointError(f"no embodiment of this checkpoint can be served: {reasons or 'there is none'}")
+        if tag is not None and tag not in served:
+            raise CheckpointError(
+                f"embodiment {tag!r} cannot be served: {refused.get(tag, 'the checkpoint does not have it')}; "
+                f"it has {', '.join(served)}"
+            )
+        self.embodiments: dict[str, Embodiment] = served
+        self.default_tag = tag or (next(iter(served)) if len(served) == 1 else None)
+        self.formalize_language = bool(kwargs.get("formalize_language", True))
+        try:
+            self.recipe = ImageRecipe.from_json(kwargs)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"processor_config.json: {error}") from error
+
+    def _misfit(self, embodiment: Embodiment) -> str | None:
+        """Why an embodiment does not fit this network, if it does not."""
+        c = self.model.config
+        state = sum(group.encoded_width for group in embodiment.states)
+        action = sum(group.width for group in embodiment.actions)
+        for name, needed, room in (
+            ("state width", state, c.max_state_dim),
+            ("action width", action, c.max_action_dim),
+            ("horizon", embodiment.horizon, c.action_horizon),
+            ("id", embodiment.id + 1, c.max_num_embodiments),
+        ):
+            if needed > room:
+                return f"its {name} needs {needed}, the model has room for {room}"
+        if embodiment.state_steps != c.state_history_length:
+            return f"it has {embodiment.state_steps} state rows, the model takes {c.state_history_length}"
+        return None
+
+    # ------------------------------------------------------------------------------------------- a request's path
+
+    def check(self, fields: Mapping[str, Any]) -> Observation:
+        """A request's mapping -> a checked observation. Raises Problem; see `handler.observation`."""
+        return check(fields, self.embodiments, self.default_tag, self.limits)
+
+    def prepare(self, observation: Observation) -> list[Row]:
+        """The observation's rows, ready for the network.
+
+        Raises:
+            Problem: 422 an image that the recipe cannot take, 413 too many tokens.
+        """
+        c, e = self.model.config, observation.embodiment
+        grids = []
+        for camera in e.cameras:
+            try:
+                grids.append(image_grid(observation.video[camera].shape[2:4], self.recipe, c.vision))
+            except ValueError as error:
+                raise Problem(422, f"this image cannot be used: {error}", observation.where.get(f"video.{camera}")
+                              ) from None
+        row_grids = tuple(grids) * e.frames  # (timestep, camera) order
+        merge = c.vision.spatial_merge_size**2
+        image_tokens = [height * width // merge for height, width in row_grids]
+        seed = secrets.randbits(32) if observation.seed is None else observation.seed
+        rows = []
+        for b, instruction in enumerate(observation.instructions):
+            ids = self.encode_prompt(instruction, image_tokens)
+            if len(ids) > self.limits.max_tokens:
+                raise Problem(
+                    413,
+                    f"this row has {len(ids)} tokens ({sum(image_tokens)} of images); at most "
+                    f"{self.limits.max_tokens} are allowed: shorten the instruction or send smaller images",
+                    observation.where.get("language"),
+                )
+            raw_state = {key: value[b] for key, value in observation.state.items()}
+            rtc = observation.rtc
+            prefix = None
+            if rtc is not None:
+                chunk = {key: value[b] for key, value in rtc.action.items()}
+                prefix = e.encode_prefix(chunk, raw_state, rtc.overlap_steps, c.max_action_dim)
+            rows.append(
+                Row(
+                    embodiment=e,
+                    grids=row_grids,
+                    patches=np.concatenate(
+                        [
+                            patches(observation.video[camera][b, t], self.recipe, c.vision)
+                            for t in range(e.frames)
+                            for camera in e.cameras
+                        ]
+                    ),
+                    input_ids=np.array(ids),
+                    state=e.encode_state(raw_state, c.max_state_dim).reshape(-1),
+                    raw_state=raw_state,
+                    seed=seed + b,
+                    prefix=prefix,
+                    frozen_steps=rtc.frozen_steps if rtc else 0,
+                    ramp_rate=rtc.ramp_rate if rtc else 0.0,
+                )
+            )
+        return rows
+
+    def predict(self, rows: Sequence[Row]) -> list[Actions | Problem]:
+        """ONE forward over rows that may differ in embodiment, prompt length and options.
+
+        Returns:
+            Per row its {key: float32 (horizon, width)} in physical units, or a Problem when the network's answer is
+            not finite.
+        """
+        chunks = self.model(self._batch(rows)).float().cpu().numpy()
+        out: list[Actions | Problem] = []
+        for row, chunk in zip(rows, chunks, strict=True):
+            actions = row.embodiment.decode_action(chunk, row.raw_state)
+            if np.isfinite(chunk).all() and all(np.isfinite(value).all() for value in actions.values()):
+                out.append(actions)
+            else:
+                out.append(Problem(500, "the network's answer to this observation is not finite; no action is sent"))
+        return out
+
+    def get_action(self, observation: Mapping[str, Any]) -> dict[str, Float32]:
+        """The whole path for one observation of B rows, in process.
+
+        Args:
+            observation: as a request's body, see `handler.observation`; `options` may hold seed, rtc, embodiment_tag.
+
+        Returns:
+            {key: float32 (B, horizon, width)} in physical units.
+
+        Raises:
+            Problem: the observation breaks the contract, or its answer is not finite.
+        """
+        results = []
+        for result in self.predict(self.prepare(self.check(observation))):
+            if isinstance(result, Problem):
+                raise result
+            results.append(result)
+        return {key: np.stack([actions[key] for actions in results]) for key in results[0]}
+
+    # --------------------------------------------------------------------------------------------------- the batch
+
+    def _batch(self, rows: Sequence[Row]) -> Batch:
+        c, device, dtype = self.model.config, self.device, self.dtype
+        lengths = [len(row.input_ids) for row in rows]
+        ids = np.zeros((len(rows), max(lengths)), np.int64)
+        noise = torch.empty(len(rows), c.action_horizon, c.max_action_dim, dtype=dtype, device=device)
+        scale = torch.ones(len(rows), c.action_horizon, 1)
+        for b, row in enumerate(rows):
+            ids[b, : lengths[b]] = row.input_ids
+            # Each row alone, as the reference draws a single row: (1, H, A) on the device, in the compute dtype.
+            generator = torch.Generator(device).manual_seed(row.seed)
+            noise[b] = torch.randn((1, *noise.shape[1:]), generator=generator, device=device, dtype=dtype)[0]
+            if row.prefix is not None:
+                overlap = len(row.prefix)
+                noise[b, :overlap] = torch.from_numpy(row.prefix).to(device, dtype)
+                scale[b, :, 0] = velocity_scale(c.action_horizon, row.frozen_steps, overlap, row.ramp_rate)
+        return Batch(
+            input_ids=torch.from_numpy(ids).to(device),
+            lengths=lengths,
+            grids=[row.grids for row in rows],
+            pixels=self._pixels(np.concatenate([row.patches for row in rows])),
+            state=torch.from_numpy(np.stack([row.state for row in rows])).to(device, dtype),
+            embodiment_id=torch.tensor([row.embodiment.id for row in rows], device=device),
+            noise=noise,
+            velocity_scale=scale.to(device, dtype),
+        )
+
+    def _pixels(self, values: NDArray[np.uint8]) -> torch.Tensor:
+        """uint8 (P, 3, p, p) -> (P, 3 * t * p * p) in [-1, 1]: the still image fills the temporal patch."""
+        pixels = (torch.from_numpy(values).to(self.device).float() - 127.5) / 127.5
+        frames = self.model.config.vision.temporal_patch_size
+        return pixels[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1).to(self.dtype)
+
+    # ---------------------------------------------------------------------------------------------------- the rest
+
+    def lost(self) -> bool:
+        """Whether the CUDA context is beyond repair, as after a device-side assert; always False on a CPU."""
+        if self.device.type != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.zeros(1, device=self.device).item()
+        except torch.OutOfMemoryError:
+            return False
+        except RuntimeError:
+            return True
+        return False
+
+    def example(self, tag: str) -> dict[str, Any]:
+        """An observation of one row that keeps the contract of an embodiment: grey frames, mid-range state."""
+        e = self.embodiments[tag]
+        state = {}
+        for group in e.states:
+            middle = np.broadcast_to((group.low + group.high) / 2, (e.state_steps, group.width))
+            state[group.key] = middle[None].astype(np.float32)
+        for action in e.actions:
+            if action.pose == "xyz_rot6d" and action.relative_to is not None:
+                state[action.relative_to][..., 3:] = (1, 0, 0, 0, 1, 0)
+        return {
+            "video": {camera: np.full((1, e.frames, 256, 256, 3), 128, np.uint8) for camera in e.cameras},
+            "state": state,
+            "language": {e.language_keys[0]: [["pick up the object"]]},
+            "options": {"embodiment_tag": tag, "seed": 0},
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """The contract, for people and clients: embodiments, keys, shapes, dtypes, horizons, limits, an example."""
+        embodiments = {}
+        for tag, e in self.embodiments.items():
+            embodiments[tag] = {
+                "video": {
+                    "keys": list(e.cameras), "frames": e.frames, "dtype": "uint8",
+                    "shape": ["B", e.frames, "H", "W", 3],
+                },
+                "state": {
+                    g.key: {"width": g.width, "steps": e.state_steps, "dtype": "float32",
+                            "shape": ["B", e.state_steps, g.width]}
+                    for g in e.states
+                },
+                "language": {"keys": list(e.language_keys), "shape": ["B", 1]},
+                "action": {
+                    g.key: {"width": g.width, "horizon": e.horizon, "dtype": "float32",
+                            "shape": ["B", e.horizon, g.width], "representation": g.representation,
+                            "relative_to": g.relative_to}
+                    for g in e.actions
+                },
+                "horizon": e.horizon,
+            }
+        tag = self.default_tag or next(iter(self.embodiments))
+        example = self.example(tag)
+        return {
+            "embodiments": embodiments,
+            "default_embodiment": self.default_tag,
+            "limits": vars(self.limits),
+            "checkpoint": self.checkpoint,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "example": {
+                "video": {key: "uint8 array, or base64 JPEG or PNG" for key in example["video"]},
+                "state": {key: value.tolist() for key, value in example["state"].items()},
+                "language": example["language"],
+                "options": example["options"],
+            },
+        }

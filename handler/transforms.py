@@ -1,0 +1,172 @@
+"""Camera frames to vision patches, exactly as the checkpoint was trained: resize, crop, resize, Qwen's own resize.
+
+The recipe keeps the aspect ratio, so an image's patch grid depends on the camera. The result is uint8; scaling to
+[-1, 1] happens on the model's device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from handler.gr00t.model import Grid, VisionConfig
+
+Image = NDArray[np.uint8]  # (height, width, 3) RGB
+
+# Qwen3-VL's image processor, size {shortest_edge, longest_edge}: bounds on an image's area in pixels.
+MIN_PIXELS, MAX_PIXELS = 65536, 16777216
+
+
+@dataclass(frozen=True)
+class ImageRecipe:
+    """How frames become what the vision tower was trained on (`processor_config.json`).
+
+    albumentations: cv2 INTER_AREA and a fractional centre crop; otherwise torchvision's bilinear resize and a centre
+        crop in pixels.
+    edge: shortest edge after a resize, or None for exactly `target` (height, width).
+    """
+
+    albumentations: bool
+    letter_box: bool
+    edge: int | None
+    crop_fraction: float
+    target: tuple[int, int] | None
+    crop: tuple[int, int] | None
+
+    @classmethod
+    def from_json(cls, kwargs: dict[str, Any]) -> ImageRecipe:
+        """Raises ValueError when the settings do not make a recipe."""
+        target, crop = (
+            tuple(int(n) for n in kwargs[key]) if kwargs.get(key) is not None else None
+            for key in ("image_target_size", "image_crop_size")
+        )
+        albumentations = bool(kwargs.get("use_albumentations", False))
+        # Absent and null differ: the training code has defaults for absent keys, and null switches these two off.
+        edge, fraction = kwargs.get("shortest_image_edge", 256), kwargs.get("crop_fraction", 0.95)
+        if albumentations:
+            if edge is None and target is None:
+                raise ValueError("image_target_size is needed when shortest_image_edge is null")
+            if fraction is None:
+                if target is None or crop is None:
+                    raise ValueError("image_crop_size and image_target_size are needed when crop_fraction is null")
+                fraction = crop[0] / target[0]
+            if not 0 < fraction <= 1:
+                raise ValueError(f"crop_fraction is {fraction}, expected 0 to 1")
+        elif target is None or crop is None or len(target) != 2 or len(crop) != 2:
+            raise ValueError("image_target_size and image_crop_size are needed, [height, width] each")
+        return cls(
+            albumentations=albumentations,
+            letter_box=bool(kwargs.get("letter_box_transform", False)),
+            edge=edge if albumentations else None,
+            crop_fraction=float(fraction or 1.0),
+            target=target,  # type: ignore[arg-type]
+            crop=crop,  # type: ignore[arg-type]
+        )
+
+    def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
+        """(height, width) after the letterbox, the first resize, the crop, the second resize and Qwen's resize.
+
+        Raises:
+            ValueError: Qwen's processor refuses the aspect ratio.
+        """
+        boxed = (max(height, width),) * 2 if self.letter_box else (height, width)
+        first = self._resized(*boxed)
+        if self.albumentations:
+            cropped = (max(1, int(first[0] * self.crop_fraction)), max(1, int(first[1] * self.crop_fraction)))
+        else:
+            assert self.crop is not None
+            cropped = self.crop
+        second = self._resized(*cropped)
+        return [boxed, first, cropped, second, qwen_size(*second)]
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        if self.edge is None:
+            assert self.target is not None
+            return self.target
+        scale = self.edge / min(height, width)
+        return round(height * scale), round(width * scale)
+
+    def __call__(self, frame: Image) -> Image:
+        """The checkpoint's own steps, before Qwen's: (H, W, 3) -> (h, w, 3)."""
+        boxed, first, cropped, second, _ = self.sizes(*frame.shape[:2])
+        if boxed != frame.shape[:2]:
+            top, left = (boxed[0] - frame.shape[0]) // 2, (boxed[1] - frame.shape[1]) // 2
+            bottom, right = boxed[0] - frame.shape[0] - top, boxed[1] - frame.shape[1] - left
+            frame = cv2.copyMakeBorder(frame, top, bottom, left, right, cv2.BORDER_CONSTANT, value=0)  # type: ignore
+        frame = self._resize(frame, first)
+        frame = self._crop(frame, cropped)
+        return self._resize(frame, second)
+
+    def _resize(self, frame: Image, size: tuple[int, int]) -> Image:
+        if frame.shape[:2] == size:
+            return frame
+        if self.albumentations:
+            return cv2.resize(frame, size[::-1], interpolation=cv2.INTER_AREA)  # type: ignore[return-value]
+        return interpolate(frame, size, "bilinear")
+
+    def _crop(self, frame: Image, size: tuple[int, int]) -> Image:
+        (height, width), (h, w) = frame.shape[:2], size
+        if self.albumentations:
+            top, left = (height - h) // 2, (width - w) // 2
+            return np.ascontiguousarray(frame[top : top + h, left : left + w])
+        # torchvision's CenterCrop: pads with black where the crop is larger, and rounds the offset.
+        top, left = max(h - height, 0) // 2, max(w - width, 0) // 2
+        frame = np.pad(
+            frame, ((top, max(h - height, 0) - top), (left, max(w - width, 0) - left), (0, 0))
+        )
+        top, left = round((frame.shape[0] - h) / 2), round((frame.shape[1] - w) / 2)
+        return np.ascontiguousarray(frame[top : top + h, left : left + w])
+
+
+def interpolate(frame: Image, size: tuple[int, int], mode: str) -> Image:
+    """Antialiased uint8 resize, "bilinear" or "bicubic", as torchvision does it on the CPU."""
+    if frame.shape[:2] == size:
+        return frame
+    planes = torch.from_numpy(np.ascontiguousarray(frame.transpose(2, 0, 1)))[None]
+    out = F.interpolate(planes, size, mode=mode, antialias=True, align_corners=False)[0]
+    return np.ascontiguousarray(out.permute(1, 2, 0).numpy())
+
+
+def qwen_size(height: int, width: int, factor: int = 32) -> tuple[int, int]:
+    """Qwen-VL's `smart_resize`: both sides multiples of `factor`, the area within bounds, the aspect about kept.
+
+    Raises:
+        ValueError: one side is more than 200 times the other.
+    """
+    if max(height, width) / min(height, width) > 200:
+        raise ValueError("one side is more than 200 times the other")
+    h, w = round(height / factor) * factor, round(width / factor) * factor
+    if h * w > MAX_PIXELS:
+        beta = math.sqrt(height * width / MAX_PIXELS)
+        return tuple(max(factor, math.floor(n / beta / factor) * factor) for n in (height, width))  # type: ignore
+    if h * w < MIN_PIXELS:
+        beta = math.sqrt(MIN_PIXELS / (height * width))
+        return tuple(math.ceil(n * beta / factor) * factor for n in (height, width))  # type: ignore[return-value]
+    return h, w
+
+
+def image_grid(frame_size: tuple[int, int], recipe: ImageRecipe, vision: VisionConfig) -> Grid:
+    """The patch grid that a frame of (height, width) will have, without touching a pixel.
+
+    Raises:
+        ValueError: as `ImageRecipe.sizes`.
+    """
+    height, width = recipe.sizes(*frame_size)[-1]
+    return height // vision.patch_size, width // vision.patch_size
+
+
+def patches(frame: Image, recipe: ImageRecipe, vision: VisionConfig) -> NDArray[np.uint8]:
+    """(H, W, 3) -> (rows * columns, 3, patch, patch), merge block by merge block, the order the vision tower reads."""
+    frame = recipe(frame)
+    frame = interpolate(frame, qwen_size(*frame.shape[:2]), "bicubic")
+    p, m = vision.patch_size, vision.spatial_merge_size
+    rows, columns = frame.shape[0] // p, frame.shape[1] // p
+    blocks = frame.reshape(rows // m, m, p, columns // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    return np.ascontiguousarray(blocks.reshape(rows * columns, 3, p, p))

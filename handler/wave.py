@@ -1,0 +1,136 @@
+"""A wave: the requests that TorchServe hands over together. Each becomes a slot, and good slots share forwards.
+
+A slot holds an observation or its own problem, so a bad request fails alone. Rows whose images have the same patch
+grids form a group; a group runs in forwards of at most `max_rows`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from handler.observation import Observation
+from handler.policy import Actions, Gr00tPolicy, Row
+from handler.problem import Problem
+from handler.wire import ReplyForm, Request, decode, reply_form
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER = 10  # seconds; a worker with a small checkpoint is back by then, a large one takes longer
+
+
+class ContextLost(RuntimeError):
+    """The CUDA context is beyond repair; only a new process helps."""
+
+
+@dataclass
+class Slot:
+    """One request's place in a wave.
+
+    Attributes:
+        form: how the client wants its reply.
+        observation, rows: what it asked, when it is good.
+        problem: why it failed, when it did.
+        results: per row its actions, once they are there.
+        group_rows: rows of the forward that answered its first row.
+        preprocess_ms, inference_ms: its own decoding and checking; its forwards.
+    """
+
+    form: ReplyForm
+    observation: Observation | None = None
+    rows: list[Row] = field(default_factory=list)
+    problem: Problem | None = None
+    results: dict[int, Actions] = field(default_factory=dict)
+    group_rows: int = 0
+    preprocess_ms: float = 0.0
+    inference_ms: float = 0.0
+
+    def actions(self) -> Actions:
+        """The reply's arrays: (B, horizon, width), or (horizon, width) when the request had no B."""
+        assert self.observation is not None
+        rows = [self.results[b] for b in range(len(self.rows))]
+        joined = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+        return joined if self.observation.batched else {key: value[0] for key, value in joined.items()}
+
+
+def fill(request: Request, policy: Gr00tPolicy) -> Slot:
+    """Decodes and checks one request. Never raises: what goes wrong becomes the slot's problem."""
+    start = time.perf_counter()
+    slot = Slot(reply_form(request))
+    try:
+        fields, slot.form = decode(request)
+        slot.observation = policy.check(fields)
+        slot.rows = policy.prepare(slot.observation)
+    except Problem as problem:
+        slot.problem = problem
+    except Exception:
+        logger.exception("a request could not be prepared")
+        slot.problem = Problem(500, "this request could not be prepared; the server's log says more")
+    slot.preprocess_ms = (time.perf_counter() - start) * 1e3
+    return slot
+
+
+def run(slots: Sequence[Slot], policy: Gr00tPolicy) -> None:
+    """Answers every good slot: one forward per group and chunk.
+
+    Raises:
+        ContextLost: slots without an answer have a 503 problem by then.
+    """
+    groups: dict[Any, list[tuple[Slot, int]]] = {}
+    for slot in slots:
+        if slot.problem is None:
+            for b, row in enumerate(slot.rows):
+                groups.setdefault(row.grids, []).append((slot, b))
+    try:
+        for places in groups.values():
+            for first in range(0, len(places), policy.limits.max_rows):
+                _answer(places[first : first + policy.limits.max_rows], policy)
+    except ContextLost:
+        for slot in slots:
+            if slot.problem is None and len(slot.results) < len(slot.rows):
+                slot.problem = Problem(
+                    503, "the accelerator failed and the worker starts again; send the request once more",
+                    retry_after=RETRY_AFTER,
+                )
+        raise
+
+
+def _answer(places: Sequence[tuple[Slot, int]], policy: Gr00tPolicy) -> None:
+    """One forward; when it raises, its halves, until the culprit stands alone."""
+    start = time.perf_counter()
+    try:
+        results = policy.predict([slot.rows[b] for slot, b in places])
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        logger.warning("out of accelerator memory with %d rows", len(places))
+        results = [Problem(503, "not enough accelerator memory for this row", retry_after=RETRY_AFTER)]
+        failed = True
+    except Exception as error:
+        if policy.lost():
+            logger.exception("the CUDA context is lost")
+            raise ContextLost from error
+        logger.exception("a forward of %d rows failed", len(places))
+        results = [Problem(500, "the network failed on this observation; the server's log says more")]
+        failed = True
+    else:
+        failed = False
+    elapsed = (time.perf_counter() - start) * 1e3
+    for slot in {id(slot): slot for slot, _ in places}.values():
+        slot.inference_ms += elapsed
+    if failed and len(places) > 1:
+        middle = len(places) // 2
+        _answer(places[:middle], policy)
+        _answer(places[middle:], policy)
+        return
+    for (slot, b), result in zip(places, results, strict=True):
+        if isinstance(result, Problem):
+            slot.problem = slot.problem or result
+        else:
+            slot.results[b] = result
+        slot.group_rows = slot.group_rows or len(places)

@@ -1,0 +1,398 @@
+"""One request's bytes to a mapping, and a reply to bytes. Nothing here knows the model.
+
+Bodies come from strangers: sizes are checked before anything of that size is made, nothing is unpickled, and whatever a
+body holds, the outcome is a mapping of plain values or a Problem.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgpack
+import numpy as np
+from numpy.lib import format as npy_format
+
+from handler.problem import Problem
+
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+MULTIPART = "multipart/form-data"
+PROBLEM = "application/problem+json"
+CONTENT_TYPES = {JSON: JSON, MSGPACK: MSGPACK, "application/x-msgpack": MSGPACK, MULTIPART: MULTIPART}
+
+MAX_DEPTH = 32  # mappings and lists inside each other; video/KEY/B/T/H/W/C needs 7
+MAX_RANK = 8  # axes of an array
+MAX_KEY = 256  # characters of a key: pointers repeat them
+MAX_LIST = 1 << 16  # msgpack reserves what a list's head announces, before its items have come
+MAX_VALUES = 1 << 21  # values in one body: an empty list costs one byte to send and 56 to hold
+MAX_NPY_HEADER = 1024  # numpy evaluates the header as a Python literal
+
+DTYPES = "bool, int8 to int64, uint8 to uint64, float16, float32 or float64"
+_DTYPE = re.compile(r"[<>|=]?(\?|b1|[iu][1248]|f[248])|bool|u?int(8|16|32|64)|float(16|32|64)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One body, or one part of a form."""
+
+    name: str
+    content_type: str
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as TorchServe hands it over, undecoded.
+
+    headers: names as sent.
+    parts: a plain body is the single part "body"; of a form, every part in order, where names may repeat.
+    """
+
+    headers: dict[str, str]
+    parts: list[Part]
+
+    def header(self, name: str) -> str | None:
+        """The header's value whatever the case of its name; None without it."""
+        return next((value for key, value in self.headers.items() if key.lower() == name.lower()), None)
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """How a client wants its reply: content type, and for msgpack how arrays are written ("openpi" or "gr00t")."""
+
+    content_type: str
+    arrays: str
+
+
+def reply_form(request: Request) -> ReplyForm:
+    """The reply's form from the headers alone; never raises.
+
+    The highest q in Accept wins, the first of equals; wildcards, or nothing usable, mean the request's own encoding,
+    which for forms and unknown types is JSON. `decode` may still turn arrays to "gr00t".
+    """
+    own = MSGPACK if _kind(request) == MSGPACK else JSON
+    best, best_q = own, 0.0
+    for entry in (request.header("accept") or "").split(","):
+        media, *parameters = (field.strip().lower() for field in entry.split(";"))
+        offered = own if media in ("*/*", "application/*") else CONTENT_TYPES.get(media)
+        q = next((parameter[2:] for parameter in parameters if parameter.startswith("q=")), "1")
+        # An entry with a q that is no q-value is skipped.
+        if offered in (JSON, MSGPACK) and re.fullmatch(r"0(\.[0-9]{0,3})?|1(\.0{0,3})?", q) and float(q) > best_q:
+            best, best_q = offered, float(q)
+    return ReplyForm(best, "openpi")
+
+
+def decode(request: Request) -> tuple[dict[str, Any], ReplyForm]:
+    """The request's mapping and the form of its reply.
+
+    Keys are str. Values are numeric np.ndarray (kinds b, i, u, f; any byte order; read-only views of the body where
+    possible), None, bool, int (of 64 bits), float (NaN and infinities included), str, bytes, lists and mappings. Forms
+    keep their flat part names: "video.KEY" is bytes, or a list of bytes when repeated.
+
+    Raises Problem: 400 undecodable, 413 too many values, 415 unknown content type, 422 an array or part that breaks
+    its own rules. Pointers name the field as the client sent it.
+    """
+    kind, form = _kind(request), reply_form(request)
+    if kind is None:
+        sent = request.header("content-type")
+        came = f"the content type {quote(sent)}" if sent else "no content type"
+        raise Problem(415, f"Expected one of {', '.join(CONTENT_TYPES)}; came {came}. Set the Content-Type header.")
+    if kind == MULTIPART:
+        return _form(request.parts), form
+    if not request.parts or (len(request.parts) == 1 and not request.parts[0].value):
+        raise Problem(400, f"Expected an observation as {kind}; came an empty body.")
+    if len(request.parts) > 1:
+        raise Problem(400, "Expected one body; came other parts or query parameters too. Put all fields in the body.")
+    if kind == JSON:
+        tree = _json(request.parts[0].value)
+    else:
+        tree, form = _msgpack(request.parts[0].value, form)
+    if not isinstance(tree, dict):
+        raise Problem(400, f"Expected a mapping at the top of the body; came {_kind_of(tree)}.")
+    return tree, form
+
+
+def encode_reply(form: ReplyForm, actions: dict[str, np.ndarray], info: dict[str, Any]) -> tuple[str, bytes]:
+    """The content type and body of {"actions": ..., "info": ...}.
+
+    JSON writes arrays as nested lists that give every float32 back exactly. In msgpack keys are str, but the keys
+    inside an OpenPI array are bytes, the only ones that openpi-client reads. `info` holds plain values.
+    Raises Problem 500 where a value cannot be written in that encoding (NaN in JSON, say).
+    """
+    try:
+        if form.content_type == MSGPACK:
+            write = _write_gr00t if form.arrays == "gr00t" else _write_openpi
+            reply = {"actions": {key: write(array) for key, array in actions.items()}, "info": info}
+            return MSGPACK, msgpack.packb(reply)
+        reply = {"actions": {key: array.tolist() for key, array in actions.items()}, "info": info}
+        return JSON, json.dumps(reply, allow_nan=False).encode("ascii")
+    except (TypeError, ValueError, OverflowError):
+        raise Problem(500, f"The reply could not be written as {form.content_type}.") from None
+
+
+def encode_problem(problem: Problem) -> tuple[str, bytes]:
+    """The content type and ASCII body of an RFC 9457 problem."""
+    body = {"type": "about:blank", "title": problem.title, "status": problem.status, "detail": problem.detail}
+    if problem.pointer is not None:
+        body["pointer"] = problem.pointer
+    return PROBLEM, json.dumps(body).encode("ascii")
+
+
+def pointer(*keys: str | int) -> str:
+    """The RFC 6901 pointer to a field: pointer("state", "a/b") == "/state/a~1b"."""
+    return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
+
+
+def quote(text: str | bytes, limit: int = 80) -> str:
+    """A client's text for an error's detail: at most `limit` characters of it, ASCII-escaped and in quotes."""
+    return ascii(text[:limit]) + ("..." if len(text) > limit else "")
+
+
+def _kind(request: Request) -> str | None:
+    return CONTENT_TYPES.get((request.header("content-type") or "").partition(";")[0].strip().lower())
+
+
+def _refuse(path: tuple[str | int, ...], text: str, status: int = 422) -> NoReturn:
+    where = pointer(*path)
+    raise Problem(status, f"{quote(where)}: {text}" if path else text, where or None)
+
+
+def _kind_of(value: Any) -> str:
+    names = {dict: "a mapping", list: "a list", str: "text", bytes: "bytes", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "an array" if isinstance(value, np.ndarray) else "a number")
+
+
+# ---- The encodings ----
+
+
+def _json(text: bytes, *path: str) -> Any:
+    """The checked value of a JSON text; `path` is where it stands when it is a part of a form."""
+    if text.count(b",") + text.count(b"[") + text.count(b"{") > MAX_VALUES:
+        _refuse(path, f"more than {MAX_VALUES} JSON values. Send images as base64 JPEG or PNG, or use {MSGPACK}.", 413)
+    try:
+        tree = json.loads(text.decode("utf-8"), object_pairs_hook=_mapping)
+    except Problem as problem:  # from _mapping, which does not know where it is
+        _refuse(path, problem.detail, problem.status)
+    except UnicodeDecodeError as error:
+        _refuse(path, f"JSON must be UTF-8; byte {error.start} is not.", 400)
+    except json.JSONDecodeError as error:
+        _refuse(path, f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}.", 400)
+    except RecursionError:
+        _refuse(path, f"JSON nested deeper than {MAX_DEPTH} levels.", 400)
+    except ValueError:  # Python's own limit on the digits of an integer
+        _refuse(path, "JSON with an integer of more than 64 bits.", 400)
+    return _checked(tree, path, None)
+
+
+def _msgpack(body: bytes, form: ReplyForm) -> tuple[Any, ReplyForm]:
+    """The checked value of a msgpack body, arrays made; the reply's arrays follow the request's."""
+    values = 0
+
+    def counted(items: list[Any]) -> list[Any]:
+        nonlocal values
+        values += 1 + len(items)
+        if values > MAX_VALUES:
+            raise Problem(413, f"More than {MAX_VALUES} msgpack values. Send images and states as arrays.")
+        return items
+
+    try:
+        tree = msgpack.unpackb(
+            body,
+            object_pairs_hook=lambda pairs: _mapping(counted(pairs)),
+            list_hook=counted,
+            strict_map_key=False,  # _mapping says more about a bad key
+            max_array_len=MAX_LIST,
+            max_map_len=MAX_LIST,
+        )
+    except msgpack.ExtraData:
+        raise Problem(400, "Bytes follow the msgpack message. Send one message a request.") from None
+    except UnicodeDecodeError:
+        raise Problem(400, "msgpack with text that is not UTF-8. Send bytes as bin.") from None
+    except (msgpack.StackError, RecursionError):
+        raise Problem(400, f"msgpack nested deeper than {MAX_DEPTH} levels.") from None
+    except (msgpack.UnpackException, ValueError, TypeError, OverflowError, MemoryError) as error:
+        if "exceeds max_" in str(error):
+            raise Problem(413, f"A msgpack list or mapping of more than {MAX_LIST} items. Send an array.") from None
+        raise Problem(400, "Not msgpack, or cut short.") from None
+    seen: set[str] = set()
+    tree = _checked(tree, (), seen)
+    return tree, ReplyForm(form.content_type, "gr00t" if "__ndarray_class__" in seen else "openpi")
+
+
+def _form(parts: list[Part]) -> dict[str, Any]:
+    """The mapping of a form's parts; the names "video.KEY", "state.KEY" and "options" decide how a part is read."""
+    if not parts:
+        raise Problem(400, "Expected form parts (video.KEY, state.KEY, prompt); came an empty form.")
+    mapping: dict[str, Any] = {}
+    for part in parts:
+        name, value = _key(part.name), bytes(part.value)
+        if name in mapping and not name.startswith("video."):
+            _refuse((name,), "this part came twice. Only video.KEY may repeat, one part a frame.", 400)
+        if name.startswith("video."):
+            mapping.setdefault(name, []).append(value)
+        elif name.startswith("state."):
+            mapping[name] = _npy(value, (name,)) if value.startswith(npy_format.MAGIC_PREFIX) else _json(value, name)
+            if not isinstance(mapping[name], np.ndarray | list | int | float) or isinstance(mapping[name], bool):
+                _refuse((name,), f"expected a .npy file or a JSON list or number; came {_kind_of(mapping[name])}.")
+        elif name == "options":
+            mapping[name] = _json(value, name)
+            if not isinstance(mapping[name], dict):
+                _refuse((name,), f"expected a JSON mapping; came {_kind_of(mapping[name])}.")
+        else:
+            try:
+                mapping[name] = value.decode("utf-8")
+            except UnicodeDecodeError:
+                _refuse((name,), "expected UTF-8 text. Camera files go in parts named video.KEY.", 400)
+    one_frame = {name: value[0] for name, value in mapping.items() if name.startswith("video.") and len(value) == 1}
+    return mapping | one_frame
+
+
+# ---- Keys and values ----
+
+
+def _key(raw: Any) -> str:
+    if not isinstance(raw, str | bytes):
+        raise Problem(400, f"Keys must be text; came {_kind_of(raw)} as a key.")
+    try:
+        key = raw.decode("utf-8") if isinstance(raw, bytes) else raw
+        key.encode("utf-8")  # JSON can spell half a surrogate pair, which nothing later could encode
+    except UnicodeError:
+        raise Problem(400, f"Keys must be UTF-8 text; came the key {quote(raw)}.") from None
+    if len(key) > MAX_KEY:
+        raise Problem(400, f"A key of {len(key)} characters; at most {MAX_KEY} are taken. It starts {quote(key, 40)}.")
+    return key
+
+
+def _mapping(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    for raw, value in pairs:
+        key = _key(raw)
+        if key in mapping:
+            raise Problem(400, f"The key {quote(key)} came twice in one mapping (as text or as bytes). Send it once.")
+        mapping[key] = value
+    return mapping
+
+
+def _checked(value: Any, path: tuple[str | int, ...], arrays: set[str] | None) -> Any:
+    """The value with its depth, types and integers checked.
+
+    `arrays` is None where arrays are unknown (JSON); else they are made, and the marks of those seen are added to it.
+    """
+    if len(path) > MAX_DEPTH:
+        _refuse(path, f"nested deeper than {MAX_DEPTH} levels.", 400)
+    if isinstance(value, dict):
+        for mark, read in _WRAPPERS.items():
+            if arrays is not None and mark in value:
+                arrays.add(mark)
+                return read(value, path)
+        return {key: _checked(item, (*path, key), arrays) for key, item in value.items()}
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        # The bulk of a large JSON body is numbers: checked without a call and a path for each.
+        if kinds <= {bool, int, float}:
+            whole = [item for item in value if type(item) is int]
+            if not whole or (min(whole) >= -(2**63) and max(whole) < 2**64):
+                return value
+        return [_checked(item, (*path, index), arrays) for index, item in enumerate(value)]
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError:
+                _refuse(path, "text with half a surrogate pair, which is not Unicode.", 400)
+        return value
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        _refuse(path, "an integer of more than 64 bits.", 400)
+    if value is not None and not isinstance(value, bool | int | float | bytes):
+        _refuse(path, "msgpack extension types and timestamps are not taken. Send numbers, text or arrays.", 400)
+    return value
+
+
+# ---- Arrays ----
+
+
+def _dtype(name: Any, path: tuple[str | int, ...]) -> np.dtype[Any]:
+    text = name.decode("ascii", "replace") if isinstance(name, bytes) else name
+    # Checked as text: np.dtype would also make records, objects and sub-arrays.
+    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
+        came = quote(text) if isinstance(text, str) else _kind_of(text)
+        _refuse(path, f"expected the dtype {DTYPES}; came {came}.")
+    return np.dtype(text)
+
+
+def _array(
+    data: bytes, offset: int, dtype: np.dtype[Any], shape: list[Any], order: Any, path: tuple[str | int, ...]
+) -> np.ndarray:
+    """The array on data[offset:], once its size is known to be right (in Python's integers, which cannot overflow)."""
+    if len(shape) > MAX_RANK:
+        _refuse(path, f"an array of {len(shape)} axes; at most {MAX_RANK} are taken.")
+    if not all(type(length) is int and length > 0 for length in shape):
+        _refuse(path, "expected a shape of whole numbers above zero.")
+    need, came = math.prod(shape) * dtype.itemsize, len(data) - offset
+    if need != came:
+        _refuse(path, f"shape {quote(str(shape))} of {dtype.name} does not fit the {came} bytes of data that came.")
+    array = np.frombuffer(data, dtype, offset=offset).reshape(shape, order=order)
+    return np.require(array, requirements="A")  # an odd .npy header leaves the data unaligned: copied then
+
+
+def _openpi(wrapper: dict[str, Any], path: tuple[str | int, ...]) -> np.ndarray:
+    data, shape = wrapper.get("data"), wrapper.get("shape")
+    if not isinstance(data, bytes) or not isinstance(shape, list):
+        _refuse(path, "expected an array as {__ndarray__: true, data: bytes, dtype: text, shape: list of integers}.")
+    return _array(data, 0, _dtype(wrapper.get("dtype"), path), shape, "C", path)
+
+
+def _openpi_scalar(wrapper: dict[str, Any], path: tuple[str | int, ...]) -> bool | int | float:
+    data, dtype = wrapper.get("data"), _dtype(wrapper.get("dtype"), path)
+    if dtype.kind == "b" and isinstance(data, bool):
+        return data
+    if isinstance(data, int | float) and not isinstance(data, bool):
+        if dtype.kind == "f":
+            return float(data)
+        if dtype.kind in "iu" and isinstance(data, int) and np.iinfo(dtype).min <= data <= np.iinfo(dtype).max:
+            return data
+    _refuse(path, f"expected data that is one {dtype.name}; came {_kind_of(data)} that is none.")
+
+
+def _gr00t(wrapper: dict[str, Any], path: tuple[str | int, ...]) -> np.ndarray:
+    data = wrapper.get("as_npy")
+    if not isinstance(data, bytes):
+        _refuse(path, "expected an array as {__ndarray_class__: true, as_npy: bytes of a .npy file}.")
+    return _npy(data, path)
+
+
+def _npy(data: bytes, path: tuple[str | int, ...]) -> np.ndarray:
+    file = io.BytesIO(data)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            version = npy_format.read_magic(file)
+            if version == (1, 0):
+                shape, fortran, dtype = npy_format.read_array_header_1_0(file, max_header_size=MAX_NPY_HEADER)
+            elif version in ((2, 0), (3, 0)):  # 3 differs in the names of record fields only, which are refused
+                shape, fortran, dtype = npy_format.read_array_header_2_0(file, max_header_size=MAX_NPY_HEADER)
+            else:
+                raise ValueError("unknown version")
+    except Exception:  # on hostile text Python's parser raises more kinds than it documents
+        _refuse(path, "not a .npy file that numpy.save writes (version 1 to 3, one plain array).")
+    # .str of a record or sub-array names its bytes only ("|V8"), so neither passes.
+    return _array(data, file.tell(), _dtype(dtype.str, path), list(shape), "F" if fortran else "C", path)
+
+
+_WRAPPERS = {"__ndarray__": _openpi, "__npgeneric__": _openpi_scalar, "__ndarray_class__": _gr00t}
+
+
+def _write_openpi(array: np.ndarray) -> dict[bytes, Any]:
+    return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
+
+
+def _write_gr00t(array: np.ndarray) -> dict[str, Any]:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return {"__ndarray_class__": True, "as_npy": file.getvalue()}

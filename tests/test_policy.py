@@ -1,0 +1,157 @@
+"""The policy in process: seeds, joined rows, real-time chunking, and what it tells about itself."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from handler.policy import Actions, Gr00tPolicy, Row
+from handler.problem import Problem
+from tests.conftest import DROID, LIBERO, observation
+
+
+def rows_of(policy: Gr00tPolicy, *fields: dict[str, object]) -> list[Row]:
+    return [row for f in fields for row in policy.prepare(policy.check(f))]
+
+
+def predict(policy: Gr00tPolicy, rows: list[Row]) -> list[Actions]:
+    results = policy.predict(rows)
+    assert not any(isinstance(result, Problem) for result in results)
+    return results  # type: ignore[return-value]
+
+
+def assert_same(got: Actions, want: Actions, atol: float = 0.0) -> None:
+    assert got.keys() == want.keys()
+    for key in want:
+        np.testing.assert_allclose(got[key], want[key], rtol=0, atol=atol, err_msg=key)
+
+
+def test_actions_have_the_contract_s_keys_shapes_and_dtype(policy: Gr00tPolicy) -> None:
+    actions = policy.get_action(observation(policy, DROID))
+    assert {key: (value.shape, value.dtype) for key, value in actions.items()} == {
+        "eef_9d": ((1, 40, 9), np.float32),
+        "gripper_position": ((1, 40, 1), np.float32),
+        "joint_position": ((1, 40, 7), np.float32),
+    }
+
+
+def test_a_seed_is_the_whole_randomness(policy: Gr00tPolicy) -> None:
+    fields = observation(policy, seed=5)
+    first, again = policy.get_action(fields), policy.get_action(fields)
+    other = policy.get_action({**fields, "options": {**fields["options"], "seed": 6}})
+    for key in first:
+        assert np.array_equal(first[key], again[key])
+        assert not np.array_equal(first[key], other[key])
+    unseeded = {**fields, "options": {"embodiment_tag": LIBERO}}
+    assert not np.array_equal(policy.get_action(unseeded)["x"], policy.get_action(unseeded)["x"])
+
+
+def test_row_i_draws_its_noise_alone_from_seed_plus_i(policy: Gr00tPolicy) -> None:
+    one = observation(policy, seed=40)
+    many = {
+        "video": {key: np.repeat(value, 3, 0) for key, value in one["video"].items()},
+        "state": {key: np.repeat(value, 3, 0) for key, value in one["state"].items()},
+        "prompt": one["language"]["annotation.human.action.task_description"][0][0],
+        "options": one["options"],
+    }
+    batch = policy._batch(rows_of(policy, many))
+    for i in range(3):
+        want = torch.randn((1, 40, 32), generator=torch.Generator().manual_seed(40 + i))
+        assert torch.equal(batch.noise[i], want[0])
+    got = policy.get_action(many)
+    for i in range(3):
+        solo = policy.get_action({**one, "options": {**one["options"], "seed": 40 + i}})
+        assert_same({key: value[i : i + 1] for key, value in got.items()}, solo, atol=1e-5)
+
+
+def test_company_does_not_change_a_row(policy: Gr00tPolicy) -> None:
+    """Other prompts, cameras, embodiments and chunking options in one forward: 1e-5 from solo, in any order."""
+    long = "pick up the small blue bowl " * 12
+    fields = [
+        observation(policy, LIBERO, seed=1),
+        observation(policy, DROID, seed=2, prompt=long),
+        observation(policy, LIBERO, seed=3, size=(180, 320), prompt=long),
+        observation(policy, DROID, seed=4, size=(480, 640)),
+    ]
+    chunk = {key: value[0] for key, value in policy.get_action(fields[0]).items()}
+    fields[0]["options"]["rtc"] = {"action": chunk, "overlap_steps": 9, "frozen_steps": 3}
+    rows = rows_of(policy, *fields)
+    solo = [predict(policy, [row])[0] for row in rows]
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        for i, got in zip(order, predict(policy, [rows[i] for i in order]), strict=True):
+            assert_same(got, solo[i], atol=1e-5)
+
+
+def test_a_neighbour_s_values_do_not_change_a_bit(policy: Gr00tPolicy) -> None:
+    """Equal shapes: whatever the neighbours see, say or are, a row's actions are the same bits."""
+    me = observation(policy, seed=1)
+    first = predict(policy, rows_of(policy, me, observation(policy, seed=2, prompt="open the drawer")))
+    second = predict(policy, rows_of(policy, me, observation(policy, seed=3, prompt="push the stove")))
+    assert len(rows_of(policy, observation(policy, prompt="open the drawer"))[0].input_ids) == len(
+        rows_of(policy, observation(policy, prompt="push the stove"))[0].input_ids
+    )
+    assert_same(first[0], second[0])
+    assert not np.array_equal(first[1]["x"], second[1]["x"])
+
+
+def test_every_input_moves_the_actions(policy: Gr00tPolicy) -> None:
+    base = observation(policy, DROID, seed=1)
+    want = policy.get_action(base)["gripper_position"]
+    changed = observation(policy, DROID, seed=1)
+    changed["video"]["wrist_image_left"][0, 0] //= 2
+    assert not np.array_equal(policy.get_action(changed)["gripper_position"], want)
+    changed = observation(policy, DROID, seed=1)
+    changed["state"]["joint_position"] += 0.1
+    assert not np.array_equal(policy.get_action(changed)["gripper_position"], want)
+    changed = observation(policy, DROID, seed=1, prompt="close the drawer")
+    assert not np.array_equal(policy.get_action(changed)["gripper_position"], want)
+
+
+@pytest.mark.parametrize("tag", [LIBERO, DROID])
+def test_frozen_steps_keep_the_previous_chunk_in_physical_units(policy: Gr00tPolicy, tag: str) -> None:
+    """Also for relative actions, although the new state is another one: rows are re-anchored to it."""
+    before = observation(policy, tag, seed=1)
+    raw_state = {key: value[0] for key, value in before["state"].items()}
+    chunk = np.random.default_rng(0).uniform(-0.4, 0.4, (40, 32)).astype(np.float32)
+    previous = policy.embodiments[tag].decode_action(chunk, raw_state)
+    now = observation(policy, tag, seed=2)
+    for key, value in now["state"].items():  # the arm has moved a little since
+        now["state"][key] = before["state"][key] + np.float32(1e-3) * (value - before["state"][key])
+    now["options"]["rtc"] = {"action": previous, "overlap_steps": 6, "frozen_steps": 4}
+    actions = policy.get_action(now)
+    rows = rows_of(policy, now)
+    edge = np.abs(rows[0].prefix[:4]) == 1  # type: ignore[index]  # clipped at the statistics' range: not kept
+    start = 0
+    for group in policy.embodiments[tag].actions:
+        kept = ~edge[:, start : start + group.width]
+        start += group.width
+        if group.pose:
+            kept = np.repeat(kept.all(axis=1, keepdims=True), group.width, axis=1)
+        got, want = actions[group.key][0, :4], previous[group.key][-6:-2]
+        assert kept.any(), group.key
+        np.testing.assert_allclose(got[kept], want[kept], rtol=0, atol=2e-5, err_msg=group.key)
+
+
+def test_a_row_whose_answer_is_not_finite_fails_alone(policy: Gr00tPolicy) -> None:
+    rows = rows_of(policy, observation(policy, seed=1), observation(policy, seed=2))
+    want = predict(policy, rows)
+    broken = [rows[0], type(rows[1])(**{**vars(rows[1]), "state": np.full_like(rows[1].state, np.nan)})]
+    results = policy.predict(broken)
+    assert isinstance(results[1], Problem) and results[1].status == 500
+    assert_same(results[0], want[0])  # type: ignore[arg-type]
+
+
+def test_the_description_is_json_and_its_example_is_an_observation(policy: Gr00tPolicy) -> None:
+    described = json.loads(json.dumps(policy.describe()))
+    assert set(described["embodiments"]) == {LIBERO, DROID}
+    assert described["embodiments"][DROID]["video"] == {
+        "keys": ["exterior_image_1_left", "wrist_image_left"], "frames": 2, "dtype": "uint8",
+        "shape": ["B", 2, "H", "W", 3],
+    }  # fmt: skip
+    assert described["embodiments"][DROID]["action"]["eef_9d"]["relative_to"] == "eef_9d"
+    assert described["checkpoint"] == policy.checkpoint and len(policy.checkpoint) == 12
+    for tag in policy.embodiments:
+        assert policy.check(policy.example(tag)).rows == 1

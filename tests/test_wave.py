@@ -1,0 +1,221 @@
+"""Slots and groups, with a policy whose forward does what the test wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+
+from handler.observation import Limits
+from handler.policy import Actions, Gr00tPolicy, Row
+from handler.problem import Problem
+from handler.wave import ContextLost, Slot, fill, run
+from handler.wire import Part, Request
+from tests.conftest import DROID, LIBERO, observation
+
+
+def openpi(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"__ndarray__": True, "data": value.tobytes(), "dtype": value.dtype.str, "shape": list(value.shape)}
+    return {key: openpi(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def request(fields: dict[str, Any]) -> Request:
+    headers = {"content-type": "application/msgpack"}
+    return Request(headers, [Part("body", "application/msgpack", msgpack.packb(openpi(fields)))])
+
+
+class Forwards:
+    """Stands in for `policy.predict`: remembers every forward's seeds, and raises where told."""
+
+    def __init__(self, policy: Gr00tPolicy, fail: Callable[[list[int]], Exception | None] = lambda seeds: None) -> None:
+        self.policy, self.fail, self.calls = policy, fail, list[list[int]]()
+        self.real = policy.predict
+
+    def __call__(self, rows: Sequence[Row]) -> list[Actions | Problem]:
+        seeds = [row.seed for row in rows]
+        self.calls.append(seeds)
+        if error := self.fail(seeds):
+            raise error
+        return self.real(rows)
+
+
+@pytest.fixture
+def slots(policy: Gr00tPolicy) -> list[Slot]:
+    return [fill(request(observation(policy, LIBERO, seed=seed)), policy) for seed in range(5)]
+
+
+def patched(policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> Forwards:
+    forwards = Forwards(policy, **kwargs)
+    monkeypatch.setattr(policy, "predict", forwards)
+    return forwards
+
+
+def test_one_forward_per_patch_grid(policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt lengths and embodiments share a forward; token grids do not."""
+    long = "push the large green block next to the plate"
+    fields = [
+        observation(policy, LIBERO, seed=0),
+        observation(policy, DROID, seed=1),
+        observation(policy, LIBERO, seed=2, prompt=long),
+        observation(policy, LIBERO, seed=3, size=(180, 320)),
+        observation(policy, DROID, seed=4, prompt=long),
+    ]
+    slots = [fill(request(f), policy) for f in fields]
+    forwards = patched(policy, monkeypatch)
+    run(slots, policy)
+    assert forwards.calls == [[0, 2], [1, 4], [3]]
+    assert [slot.group_rows for slot in slots] == [2, 2, 2, 1, 2]
+    for f, slot in zip(fields, slots, strict=True):
+        solo = forwards.real(policy.prepare(policy.check(f)))[0]
+        assert isinstance(solo, dict)
+        for key, value in slot.actions().items():
+            np.testing.assert_allclose(value[0], solo[key], rtol=0, atol=1e-5)
+
+
+def test_a_bad_request_is_not_in_the_forward(policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = observation(policy, LIBERO, seed=1)
+    bad["state"]["x"][0, 0, 0] = np.nan
+    good = [observation(policy, LIBERO, seed=seed) for seed in (0, 2)]
+    wave = [fill(request(f), policy) for f in (good[0], bad, good[1])]
+    alone = [fill(request(f), policy) for f in good]
+    forwards = patched(policy, monkeypatch)
+    run(wave, policy)
+    run(alone, policy)
+    assert forwards.calls == [[0, 2], [0, 2]]
+    assert wave[1].problem is not None
+    assert (wave[1].problem.status, wave[1].problem.pointer) == (422, "/state/x")
+    for got, want in zip((wave[0], wave[2]), alone, strict=True):
+        for key, value in got.actions().items():
+            assert np.array_equal(value, want.actions()[key])
+
+
+def test_a_group_runs_in_chunks_of_max_rows(
+    policy: Gr00tPolicy, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "limits", Limits(max_rows=2))
+    forwards = patched(policy, monkeypatch)
+    run(slots, policy)
+    assert forwards.calls == [[0, 1], [2, 3], [4]]
+    assert [slot.group_rows for slot in slots] == [2, 2, 2, 2, 1]
+
+
+def test_a_forward_that_raises_is_halved_until_the_culprit_stands_alone(
+    policy: Gr00tPolicy, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = patched(policy, monkeypatch, fail=lambda seeds: ValueError("boom /secret") if 3 in seeds else None)
+    run(slots, policy)
+    assert forwards.calls == [[0, 1, 2, 3, 4], [0, 1], [2, 3, 4], [2], [3, 4], [3], [4]]
+    for seed, slot in enumerate(slots):
+        if seed == 3:
+            assert slot.problem is not None and slot.problem.status == 500
+            assert "boom" not in slot.problem.detail and "secret" not in slot.problem.detail
+        else:
+            assert slot.problem is None
+            solo = forwards.real(slot.rows)[0]
+            assert isinstance(solo, dict)
+            for key, value in slot.actions().items():
+                np.testing.assert_allclose(value[0], solo[key], rtol=0, atol=1e-5)
+
+
+def test_a_forward_that_always_raises_fails_every_row_and_ends(
+    policy: Gr00tPolicy, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = patched(policy, monkeypatch, fail=lambda seeds: RuntimeError("always"))
+    run(slots, policy)
+    assert len(forwards.calls) == 9  # 2 n - 1
+    assert [slot.problem.status for slot in slots if slot.problem] == [500] * 5
+
+
+def test_out_of_memory_fails_nobody_who_fits(
+    policy: Gr00tPolicy, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = patched(
+        policy, monkeypatch, fail=lambda seeds: torch.OutOfMemoryError("OOM") if len(seeds) > 2 else None
+    )
+    run(slots, policy)
+    assert forwards.calls == [[0, 1, 2, 3, 4], [0, 1], [2, 3, 4], [2], [3, 4]]
+    assert [slot.problem for slot in slots] == [None] * 5
+    assert [slot.group_rows for slot in slots] == [2, 2, 1, 2, 2]
+
+
+def test_a_row_too_large_for_memory_is_told_to_come_back(
+    policy: Gr00tPolicy, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched(policy, monkeypatch, fail=lambda seeds: torch.OutOfMemoryError("OOM") if 1 in seeds else None)
+    run(slots, policy)
+    assert [slot.problem.status if slot.problem else 200 for slot in slots] == [200, 503, 200, 200, 200]
+    assert slots[1].problem is not None and slots[1].problem.retry_after
+
+
+def test_a_lost_context_answers_what_is_open_with_503(
+    policy: Gr00tPolicy, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots[0].problem = Problem(422, "its own")
+    patched(policy, monkeypatch, fail=lambda seeds: RuntimeError("CUDA error: device-side assert triggered"))
+    monkeypatch.setattr(policy, "lost", lambda: True)
+    with pytest.raises(ContextLost):
+        run(slots, policy)
+    assert [slot.problem.status for slot in slots if slot.problem] == [422, 503, 503, 503, 503]
+    assert all(slot.problem and slot.problem.retry_after for slot in slots[1:])
+
+
+def test_a_row_that_is_not_finite_fails_alone(
+    policy: Gr00tPolicy, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = patched(policy, monkeypatch)
+    clean = forwards.real([row for slot in slots for row in slot.rows])
+    slots[2].rows[0] = replace(slots[2].rows[0], state=np.full_like(slots[2].rows[0].state, np.inf))
+    run(slots, policy)
+    assert [slot.problem.status if slot.problem else 200 for slot in slots] == [200, 200, 500, 200, 200]
+    assert forwards.calls == [[0, 1, 2, 3, 4]]
+    for i in (0, 1, 3, 4):
+        want = clean[i]
+        assert isinstance(want, dict)
+        for key, value in slots[i].actions().items():
+            assert np.array_equal(value[0], want[key])
+
+
+def test_one_failed_row_fails_its_request_only(policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = observation(policy, LIBERO, seed=10)
+    three = {
+        "video": {key: np.repeat(value, 3, 0) for key, value in one["video"].items()},
+        "state": {key: np.repeat(value, 3, 0) for key, value in one["state"].items()},
+        "prompt": "push the cup",
+        "options": one["options"],
+    }
+    slots = [fill(request(f), policy) for f in (three, observation(policy, LIBERO, seed=20))]
+    patched(policy, monkeypatch, fail=lambda seeds: RuntimeError("x") if 11 in seeds else None)
+    run(slots, policy)
+    assert [slot.problem.status if slot.problem else 200 for slot in slots] == [500, 200]
+
+
+def test_a_defect_in_preparing_costs_one_slot(policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(observation: Any) -> list[Row]:
+        raise KeyError("/a/path")
+
+    monkeypatch.setattr(policy, "prepare", broken)
+    slot = fill(request(observation(policy)), policy)
+    assert slot.problem is not None and slot.problem.status == 500 and "path" not in slot.problem.detail
+
+
+def test_the_reply_keeps_b_exactly_if_the_request_had_it(policy: Gr00tPolicy) -> None:
+    fields = observation(policy, LIBERO, seed=1)
+    bare = {
+        "video": {key: value[0] for key, value in fields["video"].items()},
+        "state": {key: value[0, 0] for key, value in fields["state"].items()},
+        "prompt": "pick up the bowl",
+        "options": json.loads(json.dumps(fields["options"])),
+    }
+    slots = [fill(request(f), policy) for f in (fields, bare)]
+    run(slots[:1], policy)
+    run(slots[1:], policy)
+    assert {key: value.shape for key, value in slots[0].actions().items()}["x"] == (1, 16, 1)
+    for key, value in slots[1].actions().items():
+        assert np.array_equal(value, slots[0].actions()[key][0])
