@@ -113,8 +113,10 @@ class Gr00tHandler(BaseHandler):
 
     @staticmethod
     def _is_describe_job(data: list[Request]) -> bool:
-        """The management API's describe comes alone, and without the part that every prediction has."""
-        return len(data) == 1 and not data[0].parts and data[0].headers.get("describe") == "True"
+        """The management API's describe comes alone, and without the part that every prediction but an empty form has."""
+        if len(data) != 1 or data[0].parts or data[0].headers.get("describe") != "True":
+            return False
+        return not (data[0].header("content-type") or "").lower().startswith(("multipart/", "application/x-www-form"))
 
     def preprocess(self, data: list[Request]) -> list[Slot]:
         """Every request becomes a slot: a decoded and checked observation, or a problem."""

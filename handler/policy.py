@@ -312,7 +312,10 @@ class Gr00tPolicy:
         }
 
     def describe(self) -> dict[str, Any]:
-        """The contract, for people and clients: embodiments, keys, shapes, dtypes, horizons, limits, an example."""
+        """The contract, for people and clients: embodiments, keys, shapes, dtypes, horizons, limits, an example.
+
+        Plain JSON without nulls, which TorchServe would drop on the way.
+        """
         embodiments = {}
         for tag, e in self.embodiments.items():
             embodiments[tag] = {
@@ -329,7 +332,7 @@ class Gr00tPolicy:
                 "action": {
                     g.key: {"width": g.width, "horizon": e.horizon, "dtype": "float32",
                             "shape": ["B", e.horizon, g.width], "representation": g.representation,
-                            "relative_to": g.relative_to}
+                            **({"relative_to": g.relative_to} if g.relative_to else {})}
                     for g in e.actions
                 },
                 "horizon": e.horizon,
@@ -338,7 +341,7 @@ class Gr00tPolicy:
         example = self.example(tag)
         return {
             "embodiments": embodiments,
-            "default_embodiment": self.default_tag,
+            **({"default_embodiment": self.default_tag} if self.default_tag else {}),
             "limits": vars(self.limits),
             "checkpoint": self.checkpoint,
             "dtype": str(self.dtype).removeprefix("torch."),

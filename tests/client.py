@@ -1,0 +1,131 @@
+"""A robot's side of the wire, for tests: every encoding of an observation, and waves that form for certain."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import numpy as np
+import requests
+from PIL import Image
+
+from scripts.serve import Server
+
+Body = tuple[dict[str, str], bytes]  # headers, body
+
+
+def openpi(value: Any) -> Any:
+    """Arrays in the form of openpi-client's msgpack_numpy."""
+    if isinstance(value, np.ndarray):
+        return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+    return {key: openpi(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def gr00t(value: Any) -> Any:
+    """Arrays in the form of GR00T's own client."""
+    if isinstance(value, np.ndarray):
+        file = io.BytesIO()
+        np.save(file, value, allow_pickle=False)
+        return {"__ndarray_class__": True, "as_npy": file.getvalue()}
+    return {key: gr00t(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def png(frame: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(frame).save(file, "PNG")
+    return file.getvalue()
+
+
+def lists(value: Any) -> Any:
+    """Arrays as nested lists; frames (uint8) as base64 PNG."""
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
+        return [[base64.b64encode(png(frame)).decode() for frame in row] for row in value]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return {key: lists(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def as_msgpack(fields: dict[str, Any], arrays: Any = openpi) -> Body:
+    return {"Content-Type": "application/msgpack"}, msgpack.packb(arrays(fields))
+
+
+def as_json(fields: dict[str, Any]) -> Body:
+    return {"Content-Type": "application/json; charset=utf-8"}, json.dumps(lists(fields)).encode()
+
+
+def as_multipart(fields: dict[str, Any]) -> Body:
+    """One row: camera files, states as JSON or .npy in turn, the prompt, the options."""
+    parts: list[tuple[str, Any]] = []
+    for key, value in fields["video"].items():
+        parts += [(f"video.{key}", (f"{t}.png", png(frame), "image/png")) for t, frame in enumerate(value[0])]
+    for index, (key, value) in enumerate(fields["state"].items()):
+        file = io.BytesIO()
+        np.save(file, value[0])
+        data = (f"{key}.npy", file.getvalue(), "application/octet-stream") if index % 2 else (
+            None, json.dumps(value[0].tolist()), "application/json")  # fmt: skip
+        parts.append((f"state.{key}", data))
+    parts.append(("prompt", (None, next(iter(fields["language"].values()))[0][0])))
+    parts.append(("options", (None, json.dumps(fields["options"]), "application/json")))
+    prepared = requests.Request("POST", "http://localhost", files=parts).prepare()
+    assert isinstance(prepared.body, bytes)
+    return {"Content-Type": prepared.headers["Content-Type"]}, prepared.body
+
+
+def post(server: Server, body: Body, url: str | None = None) -> requests.Response:
+    headers = {"Authorization": f"Bearer {server.inference_key}", **body[0]}
+    return requests.post(url or server.predict_url, data=body[1], headers=headers, timeout=60)
+
+
+def read(reply: requests.Response) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The actions (float32) and info of a good reply."""
+    assert reply.status_code == 200, reply.text
+    if reply.headers["Content-Type"] == "application/json":
+        document = reply.json()
+        return {key: np.array(value, np.float32) for key, value in document["actions"].items()}, document["info"]
+    assert reply.headers["Content-Type"] == "application/msgpack"
+    document = msgpack.unpackb(reply.content, strict_map_key=False)
+    arrays = {}
+    for key, value in document["actions"].items():
+        if "as_npy" in value:
+            arrays[key] = np.load(io.BytesIO(value["as_npy"]), allow_pickle=False)
+        else:
+            arrays[key] = np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"])
+    return arrays, document["info"]
+
+
+@contextmanager
+def held(server: Server, blocker: Body) -> Iterator[None]:
+    """Stops the server's only worker while it has `blocker` in hand, so that what is sent meanwhile queues up."""
+    (pid,) = server.worker_pids()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(post, server, blocker)
+            time.sleep(0.3)  # TorchServe hands the blocker to the worker at once
+            try:
+                yield
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert taken.result().status_code == 200
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def wave(server: Server, bodies: Sequence[Body], blocker: Body) -> list[requests.Response]:
+    """Sends `bodies`, which the worker gets as one wave, in this order."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        futures: list[Future[requests.Response]] = []
+        with held(server, blocker):
+            for body in bodies:
+                futures.append(pool.submit(post, server, body))
+                time.sleep(0.08)  # one connection after the other, so that the queue's order is ours
+        return [future.result() for future in futures]

@@ -1,0 +1,41 @@
+"""The handler of `test_faults.py`: instructions that start with "fault" make the forward fail in known ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from ts.context import Context
+
+from handler.gr00t_handler import Gr00tHandler
+from handler.observation import Observation
+from handler.policy import Actions, Row
+from handler.problem import Problem
+
+
+class FaultyHandler(Gr00tHandler):
+    def initialize(self, context: Context) -> None:
+        super().initialize(context)
+        policy = self.policy
+        real_prepare, real_predict = policy.prepare, policy.predict
+        faults: dict[int, str] = {}  # id of a row -> its instruction
+
+        def prepare(observation: Observation) -> list[Row]:
+            rows = real_prepare(observation)
+            for row, instruction in zip(rows, observation.instructions, strict=True):
+                if instruction.startswith("fault"):
+                    faults[id(row)] = instruction
+            return rows
+
+        def predict(rows: Sequence[Row]) -> list[Actions | Problem]:
+            words = {faults[id(row)] for row in rows if id(row) in faults}
+            if "fault row" in words:
+                raise ValueError("this row cannot be computed")
+            if "fault memory" in words and len(rows) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+            if "fault context" in words:
+                policy.lost = lambda: True  # type: ignore[method-assign]
+                raise RuntimeError("CUDA error: device-side assert triggered (simulated)")
+            return real_predict(rows)
+
+        policy.prepare, policy.predict = prepare, predict  # type: ignore[method-assign]
