@@ -63,12 +63,13 @@ class StateGroup:
         return 2 * self.width if self.method == "sin_cos" else self.width
 
     def encode(self, values: Float32) -> Float32:
-        """(..., T, width) raw -> (..., T, encoded_width), for the model."""
+        """(..., T, width) raw -> (..., T, encoded_width), for the model; infinite where float32 cannot hold it."""
         if self.method == "sin_cos":
             return np.concatenate([np.sin(values), np.cos(values)], axis=-1)
-        if self.method == "mean_std":
-            return _standardize(values, self.mean, self.std)
-        return _to_unit_range(values, self.low, self.high, self.clip)
+        with np.errstate(over="ignore"):
+            if self.method == "mean_std":
+                return _standardize(values, self.mean, self.std)
+            return _to_unit_range(values, self.low, self.high, self.clip)
 
 
 @dataclass(frozen=True)
@@ -153,31 +154,39 @@ def _to_matrix(pose: NDArray[Any], kind: str) -> Float64:
     out[..., 3, 3] = 1.0
     out[..., :3, 3] = pose[..., :3]
     if kind == "xyz_rotvec":
-        out[..., :3, :3] = Rotation.from_rotvec(pose[..., 3:].reshape(-1, 3)).as_matrix().reshape(*pose.shape[:-1], 3, 3)
+        turn = Rotation.from_rotvec(pose[..., 3:].reshape(-1, 3)).as_matrix()
+        out[..., :3, :3] = turn.reshape(*pose.shape[:-1], 3, 3)
         return out
     first, second = pose[..., 3:6], pose[..., 6:9]
-    first = first / np.linalg.norm(first, axis=-1, keepdims=True)
-    second = second - (first * second).sum(-1, keepdims=True) * first
-    second = second / np.linalg.norm(second, axis=-1, keepdims=True)
+    with np.errstate(all="ignore"):  # zero or parallel rows give NaN, which the caller looks for
+        first = first / np.linalg.norm(first, axis=-1, keepdims=True)
+        second = second - (first * second).sum(-1, keepdims=True) * first
+        second = second / np.linalg.norm(second, axis=-1, keepdims=True)
     out[..., :3, :3] = np.stack((first, second, np.cross(first, second)), axis=-2)
     return out
 
 
 def _from_matrix(matrix: Float64, kind: str) -> Float32:
     """(..., 4, 4) -> (..., 9 or 6) float32."""
+    bad = np.asarray(~np.isfinite(matrix).all(axis=(-2, -1)))
+    matrix = np.where(bad[..., None, None], np.eye(4), matrix)  # SciPy raises on it, and takes the other rows along
     if kind == "xyz_rotvec":
         turn = Rotation.from_matrix(matrix[..., :3, :3].reshape(-1, 3, 3)).as_rotvec().reshape(*matrix.shape[:-2], 3)
     else:
         turn = matrix[..., :2, :3].reshape(*matrix.shape[:-2], 6)
-    return np.concatenate([matrix[..., :3, 3], turn], axis=-1).astype(np.float32)
+    out = np.concatenate([matrix[..., :3, 3], turn], axis=-1).astype(np.float32)
+    out[bad] = np.nan
+    return out
 
 
 def valid_pose(pose: Float32, kind: str) -> bool:
     """Whether (..., width) end-effector poses name a rotation: two rot6d rows that are neither zero nor parallel."""
     if kind != "xyz_rot6d":
         return True
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(_to_matrix(pose, kind)).all())
+    first, second = np.asarray(pose[..., 3:6], np.float64), np.asarray(pose[..., 6:9], np.float64)
+    lengths = np.linalg.norm(first, axis=-1) * np.linalg.norm(second, axis=-1)
+    # The sine of the angle between them; rounding alone gives parallel float32 rows one of about 1e-7.
+    return bool((np.linalg.norm(np.cross(first, second), axis=-1) > 1e-4 * lengths).all() and (lengths > 1e-12).all())
 
 
 @dataclass(frozen=True)
@@ -254,7 +263,7 @@ def load_embodiments(
             if tag not in statistics:
                 raise ContractError("statistics.json has no statistics for it")
             identity = ids.get(tag, KNOWN_IDS.get(tag))
-            if not isinstance(identity, int):
+            if type(identity) is not int or identity < 0:
                 raise ContractError("embodiment_id.json has no id for it")
             served[tag] = _embodiment(tag, identity, modality, statistics[tag], processor)
         except ContractError as error:
@@ -266,6 +275,9 @@ def load_embodiments(
 
 def _embodiment(tag: str, identity: int, modality: dict[str, Any], stats: dict[str, Any],
                 processor: dict[str, Any]) -> Embodiment:
+    for name in ("video", "state", "action", "language"):
+        if not modality[name]["modality_keys"] or not modality[name]["delta_indices"]:
+            raise ContractError(f"processor_config.json gives it no {name} keys or no {name} delta_indices")
     state, action = modality["state"], modality["action"]
     sin_cos = set(state.get("sin_cos_embedding_keys") or ()) if processor.get("apply_sincos_state_encoding") else set()
     mean_std = set(state.get("mean_std_embedding_keys") or ())
@@ -275,6 +287,9 @@ def _embodiment(tag: str, identity: int, modality: dict[str, Any], stats: dict[s
     for key in state["modality_keys"]:
         s = _statistics(stats.get("state"), key, "state", percentiles)
         method = "sin_cos" if key in sin_cos else "mean_std" if key in mean_std else "min_max"
+        for statistic in s.values():
+            if statistic.ndim == 2 and len(statistic) != len(state["delta_indices"]):
+                raise ContractError(f"statistics of state {key!r} have shape {list(statistic.shape)}")
         states.append(StateGroup(key, s["low"].shape[-1], method, s["low"], s["high"], s["mean"], s["std"], clip))
     widths = {group.key: group.width for group in states}
 
@@ -298,7 +313,7 @@ def _embodiment(tag: str, identity: int, modality: dict[str, Any], stats: dict[s
                 pose = str(config.get("format", "")).lower().replace("+", "_")
                 if POSE_WIDTHS.get(pose) != width:
                     raise ContractError(f"action {key!r} has format {config.get('format')!r} with width {width}")
-        for statistic in (s["low"], s["high"]):
+        for statistic in s.values():
             if statistic.shape[-1] != width or (statistic.ndim == 2 and len(statistic) < horizon):
                 raise ContractError(f"statistics of action {key!r} have shape {list(statistic.shape)}")
         method = "mean_std" if key in mean_std else "min_max"
@@ -326,10 +341,14 @@ def _statistics(stats: dict[str, Any] | None, key: str, modality: str, percentil
         raise ContractError(f"statistics.json has no {modality} statistics for {key!r}")
     entry = (stats or {})[key]
     names = {"low": "q01" if percentiles else "min", "high": "q99" if percentiles else "max"}
+    for source in names.values():
+        if source not in entry:
+            raise ContractError(f"statistics.json has no {source} of {modality} {key!r}")
     out = {name: np.atleast_1d(np.asarray(entry[source], np.float64)) for name, source in names.items()}
     for name in ("mean", "std"):
         out[name] = np.atleast_1d(np.asarray(entry.get(name, np.zeros_like(out["low"])), np.float64))
     for name, value in out.items():
         if value.shape[-1] != out["low"].shape[-1] or value.ndim > 2 or not np.isfinite(value).all():
-            raise ContractError(f"statistics.json: {name} of {modality} {key!r} is not finite or has another width")
+            source = names.get(name, name)
+            raise ContractError(f"statistics.json: {source} of {modality} {key!r} is not finite or has another width")
     return out

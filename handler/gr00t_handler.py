@@ -113,7 +113,7 @@ class Gr00tHandler(BaseHandler):
 
     @staticmethod
     def _is_describe_job(data: list[Request]) -> bool:
-        """The management API's describe comes alone, and without the part that every prediction but an empty form has."""
+        """The management API's describe comes alone, and without the part that every prediction has (or is a form)."""
         if len(data) != 1 or data[0].parts or data[0].headers.get("describe") != "True":
             return False
         return not (data[0].header("content-type") or "").lower().startswith(("multipart/", "application/x-www-form"))

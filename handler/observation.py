@@ -8,7 +8,6 @@ Changes of dtype that lose nothing are made; others are refused.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +102,7 @@ def check(
     pixels = limits.max_image_pixels
     for camera in embodiment.cameras:
         where, value = _take(given, "video", camera, embodiment)
-        video[camera], axes[where] = _frames(value, where, embodiment.frames, pixels)
+        video[camera], axes[where] = _frames(value, where, embodiment.frames, pixels, limits.max_rows)
         pixels -= video[camera].size // 3
     for group in embodiment.states:
         where, value = _take(given, "state", group.key, embodiment)
@@ -116,13 +115,13 @@ def check(
         instructions = instructions * rows  # one text for a whole batch of simulators
     elif batch != rows:
         raise Problem(422, f"the instruction has {batch} rows (B), others have {rows}; all must agree", where)
-    for group in embodiment.actions:
-        if group.pose and not valid_pose(state[group.relative_to or ""][:, -1], group.pose):
+    for action in embodiment.actions:
+        if action.pose and not valid_pose(state[action.relative_to or ""][:, -1], action.pose):
             raise Problem(
                 422,
-                f"state {group.relative_to!r} holds no rotation: the six numbers after x, y, z are the first two rows "
+                f"state {action.relative_to!r} holds no rotation: the six numbers after x, y, z are the first two rows "
                 "of a rotation matrix and must be neither zero nor parallel",
-                given["state", group.relative_to or ""][0],
+                given["state", action.relative_to or ""][0],
             )
     return Observation(
         embodiment=embodiment,
@@ -133,7 +132,7 @@ def check(
         rtc=_rtc(options, embodiment, rows),
         timestamp=_timestamp(options),
         batched=any(batch is not None for batch in axes.values()),
-        where={**{f"video.{c}": given["video", c][0] for c in embodiment.cameras}, "language": where},
+        where={**{f"{m}.{k}": at for (m, k), (at, _) in given.items() if m != "language"}, "language": where},
     )
 
 
@@ -202,7 +201,8 @@ def _take(given: Given, modality: str, key: str, embodiment: Embodiment) -> tupl
 
 def _embodiment(options: Mapping[str, Any], embodiments: Mapping[str, Embodiment], default: str | None) -> Embodiment:
     where = pointer("options", "embodiment_tag")
-    tag = options.get("embodiment_tag", default)
+    tag = options.get("embodiment_tag")
+    tag = default if tag is None else tag
     known = ", ".join(embodiments)
     if tag is None:
         raise Problem(422, f"options.embodiment_tag is missing; this server has {known}", where)
@@ -240,8 +240,8 @@ def _timestamp(options: Mapping[str, Any]) -> float | int | str | None:
     value = options.get("timestamp")
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value.item()
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if value is None or (number and abs(value) < 2**64) or (isinstance(value, str) and len(value) <= 64):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None or (number and -(2**63) <= value < 2**64) or (isinstance(value, str) and len(value) <= 64):
         return value
     raise Problem(
         422, "options.timestamp must be a finite number or a text of at most 64 characters",
@@ -295,10 +295,12 @@ def _rtc(options: Mapping[str, Any], embodiment: Embodiment, rows: int) -> Rtc |
 # ------------------------------------------------------------------------------------------------------ video values
 
 
-def _frames(value: Any, where: str, steps: int, max_pixels: int) -> tuple[NDArray[np.uint8], int | None]:
+def _frames(
+    value: Any, where: str, steps: int, max_pixels: int, max_rows: int
+) -> tuple[NDArray[np.uint8], int | None]:
     """Arrays or encoded images -> uint8 (B, T, H, W, 3), and B as the client gave it (None without the axis)."""
     encoded = isinstance(value, (bytes, str)) or (isinstance(value, list) and _leaf_types(value) & {bytes, str})
-    array = _decode_frames(value, where, max_pixels) if encoded else _array(value, where)
+    array = _decode_frames(value, where, max_pixels, max(max_rows, steps)) if encoded else _array(value, where)
     kind = array.dtype.kind
     if kind == "f":
         raise Problem(
@@ -323,7 +325,7 @@ def _frames(value: Any, where: str, steps: int, max_pixels: int) -> tuple[NDArra
     return array, batch
 
 
-def _decode_frames(value: Any, where: str, max_pixels: int, depth: int = 0) -> NDArray[np.uint8]:
+def _decode_frames(value: Any, where: str, max_pixels: int, most: int, depth: int = 0) -> NDArray[np.uint8]:
     """One encoded image, T of them, or B lists of T -> (H, W, 3), (T, H, W, 3) or (B, T, H, W, 3)."""
     if isinstance(value, str):
         value = from_base64(value, where)
@@ -331,9 +333,11 @@ def _decode_frames(value: Any, where: str, max_pixels: int, depth: int = 0) -> N
         return decode_image(value, where, max_pixels)
     if not isinstance(value, list) or depth == 2:
         raise Problem(422, f"expected an encoded image, T of them, or B lists of T, got {_kind(value)}", where)
+    if len(value) > most:  # before the first is decoded: half a million tiny images fit into a body
+        raise Problem(413, f"a list of {len(value)} images or rows; at most {most} are allowed", where)
     frames: list[NDArray[np.uint8]] = []
     for item in value:
-        frames.append(_decode_frames(item, where, max_pixels, depth + 1))
+        frames.append(_decode_frames(item, where, max_pixels, most, depth + 1))
         max_pixels -= frames[-1].size // 3
     if len({frame.shape for frame in frames}) != 1:
         raise Problem(422, "the images of one camera must all have one size, as many frames in every row", where)
@@ -355,7 +359,9 @@ def _state(value: Any, where: str, steps: int, width: int) -> tuple[Float32, int
     array, batch = _with_axes(array, 3, steps, where, "array", shapes)
     if array.shape[-1] != width or array.shape[0] == 0:
         raise Problem(422, f"shape is {list(np.shape(value))}, expected {shapes}", where)
-    if array.dtype.kind in "iu" and not np.array_equal(array.astype(np.float32).astype(array.dtype), array):
+    with np.errstate(invalid="ignore"):
+        lossy = array.dtype.kind in "iu" and not np.array_equal(array.astype(np.float32).astype(array.dtype), array)
+    if lossy:
         raise Problem(422, f"{array.dtype} values are too large for float32", where)
     with np.errstate(over="ignore"):
         out = array.astype(np.float32)
@@ -370,7 +376,7 @@ def _state(value: Any, where: str, steps: int, width: int) -> tuple[Float32, int
 
 def _instructions(value: Any, where: str, limits: Limits) -> tuple[list[str], int | None]:
     """A text, B texts, or B lists of one text."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind == "U":
         value = value.tolist()
     batch = None
     if not isinstance(value, list):
@@ -398,8 +404,8 @@ def _instructions(value: Any, where: str, limits: Limits) -> tuple[list[str], in
 
 def _array(value: Any, where: str) -> NDArray[Any]:
     """Numbers or nested lists of numbers -> an array; anything else, or ragged lists, is a problem."""
-    if isinstance(value, np.ndarray):
-        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.asarray(value)
     kinds = _leaf_types(value) if isinstance(value, list) else {type(value)}
     # Looked at before NumPy does: it would pad a list of texts to the longest one, or read "1.5" as a number.
     for kind in kinds - {int, float, np.ndarray}:

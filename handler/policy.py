@@ -88,22 +88,30 @@ class Gr00tPolicy:
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.limits = limits or Limits()
         weights = weight_files(checkpoint)
-        config = checkpoint / "processor" if (checkpoint / "processor").is_dir() else checkpoint
-        names = ("processor_config.json", "statistics.json", "embodiment_id.json")
-        hashed = [*weights, checkpoint / "config.json", *(config / n for n in names if (config / n).is_file())]
+        config = checkpoint / "processor"
+        config = config if (config / "processor_config.json").is_file() else checkpoint
+        if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
+            raise CheckpointError("the tokenizer folder has no tokenizer.json")
+        words = [tokenizer] if tokenizer else [checkpoint, checkpoint / "processor"]
+        files = [
+            *weights,
+            checkpoint / "config.json",
+            *(config / name for name in ("processor_config.json", "statistics.json", "embodiment_id.json")),
+            *(folder / "tokenizer.json" for folder in words),
+        ]
         with ThreadPoolExecutor(1) as pool:  # hashing reads what loading reads; side by side it costs nothing
-            digest = pool.submit(content_hash, [file for file in hashed if file.is_file()])
+            digest = pool.submit(content_hash, [file for file in files if file.is_file()])
             self.model = load_model(checkpoint, self.device, self.dtype)
             self._load_processor(config, embodiment_tag)
             self.encode_prompt = PromptEncoder(
-                load_tokenizer([folder for folder in (tokenizer, checkpoint, config) if folder]),
-                self.model.config.image_token_id,
-                self.formalize_language,
+                load_tokenizer(words), self.model.config.image_token_id, self.formalize_language
             )
             self.checkpoint = digest.result()
 
     def _load_processor(self, folder: Path, tag: str | None) -> None:
-        kwargs = read_json(folder, "processor_config.json").get("processor_kwargs", {})
+        kwargs = read_json(folder, "processor_config.json").get("processor_kwargs")
+        if not isinstance(kwargs, dict) or not isinstance(kwargs.get("modality_configs"), dict):
+            raise CheckpointError("processor_config.json has no processor_kwargs with modality_configs")
         if kwargs.get("use_tactile"):
             raise CheckpointError("processor_config.json: use_tactile is set; tactile checkpoints are not supported")
         ids = read_json(folder, "embodiment_id.json") if (folder / "embodiment_id.json").is_file() else {}
@@ -175,13 +183,20 @@ class Gr00tPolicy:
         for b, instruction in enumerate(observation.instructions):
             ids = self.encode_prompt(instruction, image_tokens)
             if len(ids) > self.limits.max_tokens:
+                largest = e.cameras[int(np.argmax(image_tokens)) % len(e.cameras)]
+                blame = "language" if len(ids) > 2 * sum(image_tokens) else f"video.{largest}"
                 raise Problem(
                     413,
                     f"this row has {len(ids)} tokens ({sum(image_tokens)} of images); at most "
-                    f"{self.limits.max_tokens} are allowed: shorten the instruction or send smaller images",
-                    observation.where.get("language"),
+                    f"{self.limits.max_tokens} are allowed: shorten the instruction, or send images of another shape",
+                    observation.where.get(blame),
                 )
             raw_state = {key: value[b] for key, value in observation.state.items()}
+            state = e.encode_state(raw_state, c.max_state_dim)
+            if not np.isfinite(state).all():
+                key = next(g.key for g in e.states if not np.isfinite(g.encode(raw_state[g.key])).all())
+                raise Problem(422, f"state {key!r} lies too far outside the checkpoint's statistics",
+                              observation.where.get(f"state.{key}"))
             rtc = observation.rtc
             prefix = None
             if rtc is not None:
@@ -199,7 +214,7 @@ class Gr00tPolicy:
                         ]
                     ),
                     input_ids=np.array(ids),
-                    state=e.encode_state(raw_state, c.max_state_dim).reshape(-1),
+                    state=state.reshape(-1),
                     raw_state=raw_state,
                     seed=seed + b,
                     prefix=prefix,

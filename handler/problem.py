@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Fixed ASCII phrases: TorchServe frames a status phrase by characters but sends UTF-8, so anything else breaks the worker.
+# Fixed ASCII phrases: TorchServe counts a phrase's characters but sends UTF-8, so anything else breaks the worker.
 TITLES = {
     400: "Bad Request",
     404: "Not Found",

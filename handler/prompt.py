@@ -23,7 +23,10 @@ def load_tokenizer(folders: Sequence[Path]) -> Tokenizer:
     """
     for folder in folders:
         if (folder / "tokenizer.json").is_file():
-            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+            try:
+                return Tokenizer.from_file(str(folder / "tokenizer.json"))
+            except Exception as error:  # the library raises plain Exception
+                raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
     try:
         return Tokenizer.from_pretrained(TOKENIZER_REPOSITORY)
     except Exception as error:  # the hub client raises many kinds; all mean the same to the operator

@@ -47,10 +47,15 @@ class ImageRecipe:
             tuple(int(n) for n in kwargs[key]) if kwargs.get(key) is not None else None
             for key in ("image_target_size", "image_crop_size")
         )
+        for key, size in (("image_target_size", target), ("image_crop_size", crop)):
+            if size is not None and (len(size) != 2 or min(size) < 1):
+                raise ValueError(f"{key} is {list(size)}, expected [height, width]")
         albumentations = bool(kwargs.get("use_albumentations", False))
         # Absent and null differ: the training code has defaults for absent keys, and null switches these two off.
         edge, fraction = kwargs.get("shortest_image_edge", 256), kwargs.get("crop_fraction", 0.95)
         if albumentations:
+            if edge is not None and edge < 1:
+                raise ValueError(f"shortest_image_edge is {edge}, expected a positive number of pixels")
             if edge is None and target is None:
                 raise ValueError("image_target_size is needed when shortest_image_edge is null")
             if fraction is None:
@@ -59,7 +64,7 @@ class ImageRecipe:
                 fraction = crop[0] / target[0]
             if not 0 < fraction <= 1:
                 raise ValueError(f"crop_fraction is {fraction}, expected 0 to 1")
-        elif target is None or crop is None or len(target) != 2 or len(crop) != 2:
+        elif target is None or crop is None:
             raise ValueError("image_target_size and image_crop_size are needed, [height, width] each")
         return cls(
             albumentations=albumentations,
@@ -77,6 +82,8 @@ class ImageRecipe:
             ValueError: Qwen's processor refuses the aspect ratio.
         """
         boxed = (max(height, width),) * 2 if self.letter_box else (height, width)
+        if self.letter_box and boxed[0] ** 2 > max(MAX_PIXELS, 4 * height * width):
+            raise ValueError(f"letterboxed, each side has {boxed[0]} pixels, too many")
         first = self._resized(*boxed)
         if self.albumentations:
             cropped = (max(1, int(first[0] * self.crop_fraction)), max(1, int(first[1] * self.crop_fraction)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,7 +157,7 @@ def test_the_reply_is_in_the_encoding_that_accept_asks_for(server: Server, polic
 
 def test_vectorised_rows_timestamp_and_chunking(server: Server, policy: Gr00tPolicy) -> None:
     one = observation(policy, DROID, seed=5)
-    fields = {
+    fields: dict[str, Any] = {
         "images": {key: np.repeat(value, 3, 0) for key, value in one["video"].items()},
         "state": {key: np.repeat(value, 3, 0) for key, value in one["state"].items()},
         "prompt": "close the drawer",

@@ -27,18 +27,21 @@ class CheckpointError(ValueError):
     """The folder is not a checkpoint that this model can serve; the text says which file and what is wrong."""
 
 
-def read_json(folder: Path, name: str) -> Any:
-    """Parses `folder/name`.
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Parses `folder/name`, a JSON mapping.
 
     Raises:
         CheckpointError: it is missing or not JSON.
     """
     try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{name} is missing from the checkpoint folder") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name} is not a JSON mapping")
+    return value
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -51,7 +54,10 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / "model.safetensors"]
     if not (folder / "model.safetensors.index.json").is_file():
         raise CheckpointError("neither model.safetensors nor model.safetensors.index.json is in the checkpoint folder")
-    shards = sorted(set(read_json(folder, "model.safetensors.index.json")["weight_map"].values()))
+    index = read_json(folder, "model.safetensors.index.json").get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(shard, str) for shard in index.values()):
+        raise CheckpointError("model.safetensors.index.json has no weight_map of tensors to files")
+    shards = sorted(set(index.values()))
     for shard in shards:
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise CheckpointError(f"model.safetensors.index.json names {shard!r}, which is not in the folder")
@@ -87,10 +93,10 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Gr00t:
     """
     try:
         config = Gr00tConfig.from_json(read_json(folder, "config.json"))
-    except (TypeError, ValueError) as error:
+        with torch.device("meta"):
+            model = Gr00t(config)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError) as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"config.json: {error}") from error
-    with torch.device("meta"):
-        model = Gr00t(config)
     expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     state: dict[str, torch.Tensor] = {}
     problems: list[str] = []
@@ -101,6 +107,8 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Gr00t:
             problems.append(f"tensor {name} is there twice")
         elif tuple(tensor.shape) != expected[name]:
             problems.append(f"tensor {name} has shape {list(tensor.shape)}, expected {list(expected[name])}")
+        elif not tensor.is_floating_point():
+            problems.append(f"tensor {name} is {tensor.dtype}, expected floating point")
         else:
             state[name] = tensor.to(dtype)
     wrong = {p.split()[1] for p in problems}
