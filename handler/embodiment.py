@@ -230,16 +230,17 @@ class Embodiment:
             start += group.width
         return out
 
-    def encode_prefix(self, chunk: dict[str, Float32], state: dict[str, Float32], steps: int, width: int) -> Float32:
-        """The last `steps` rows of a previous chunk {key: (horizon, D)} as the first rows of a new one.
+    def encode_prefix(self, rows: dict[str, Float32], state: dict[str, Float32], width: int) -> Float32:
+        """Rows of a previous chunk {key: (n, D)} as the first rows of a new one -> (n, width) float32, zero-padded.
 
         They get the statistics of the steps that they now stand on, and relative groups refer to the new state, so
-        decoding them gives the same physical values again. -> (steps, width) float32, zero-padded.
+        decoding gives the same physical values again, where these lie in the statistics' range.
         """
-        out, start = np.zeros((steps, width), np.float32), 0
+        out, start = np.zeros((len(next(iter(rows.values()))), width), np.float32), 0
         for group in self.actions:
             reference = None if group.relative_to is None else state[group.relative_to][-1]
-            out[:, start : start + group.width] = group.encode(chunk[group.key][-steps:], reference)
+            with np.errstate(over="ignore"):
+                out[:, start : start + group.width] = group.encode(rows[group.key], reference)
             start += group.width
         return out
 

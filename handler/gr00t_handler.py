@@ -83,7 +83,7 @@ class Gr00tHandler(BaseHandler):
         self.policy = Gr00tPolicy(
             Path(properties["model_dir"]) / settings["checkpoint"],  # an absolute path stands for itself
             self.device,
-            DTYPES[settings.get("dtype", "auto")],
+            DTYPES[settings["dtype"]],
             settings.get("embodiment_tag"),
             Path(settings["tokenizer"]) if settings.get("tokenizer") else None,
             Limits(**limits),
@@ -109,6 +109,11 @@ class Gr00tHandler(BaseHandler):
             self.inference(slots)
         except ContextLost:
             self._reply_and_exit(self.postprocess(slots))
+        except Exception:  # a defect of ours: those who have their answer get it all the same
+            logger.exception("a wave could not be run to its end")
+            for slot in slots:
+                if slot.problem is None and len(slot.results) < len(slot.rows):
+                    slot.problem = Problem(500, "the wave failed; the server's log says more")
         return self.postprocess(slots)
 
     @staticmethod

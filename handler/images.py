@@ -13,7 +13,7 @@ from PIL import Image
 from handler.problem import Problem
 from handler.wire import quote
 
-MAX_SCANS = 100  # of a JPEG: each goes over the whole picture, and empty ones cost a few bytes. Real files have ~10.
+MAX_SCANS = 20  # of a JPEG: each goes over the whole picture, and empty ones cost a few bytes. Real files have ~10.
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 
 

@@ -41,12 +41,12 @@ class Limits:
     max_rows: int = 32
     max_tokens: int = 2048
     max_prompt_chars: int = 4096
-    max_image_pixels: int = 67108864
+    max_image_pixels: int = 33554432
 
 
 @dataclass(frozen=True)
 class Rtc:
-    """Real-time chunking: keep to the previous chunk's last `overlap_steps` rows, the first `frozen_steps` exactly."""
+    """Real-time chunking: begin with the previous chunk's last `overlap_steps` rows, repeat `frozen_steps` of them."""
 
     action: dict[str, Float32]  # (B, horizon, width), physical units
     overlap_steps: int
@@ -63,7 +63,7 @@ class Observation:
         state: {key: float32 (B, T, D)}, finite, physical units.
         instructions: B strings.
         seed: row i draws its noise from seed + i; None leaves the choice to the server.
-        batched: the request had the B axis, so the reply has it.
+        batched: the request's arrays had the B axis, so the reply's have it.
         where: pointers to the client's own fields, for problems found later: "video.CAMERA", "language".
     """
 
@@ -131,7 +131,7 @@ def check(
         seed=_seed(options, rows),
         rtc=_rtc(options, embodiment, rows),
         timestamp=_timestamp(options),
-        batched=any(batch is not None for batch in axes.values()),
+        batched=any(size is not None for size in axes.values()),
         where={**{f"{m}.{k}": at for (m, k), (at, _) in given.items() if m != "language"}, "language": where},
     )
 
@@ -268,9 +268,9 @@ def _rtc(options: Mapping[str, Any], embodiment: Embodiment, rows: int) -> Rtc |
     )
     ramp = rtc.get("ramp_rate", 6.0)
     ramp = ramp.item() if isinstance(ramp, (np.ndarray, np.generic)) and np.ndim(ramp) == 0 else ramp
-    if isinstance(ramp, bool) or not isinstance(ramp, (int, float)) or not 0 < ramp <= 1e3:
+    if isinstance(ramp, bool) or not isinstance(ramp, (int, float)) or not 1e-3 <= ramp <= 1e3:
         raise Problem(
-            422, f"options.rtc.ramp_rate must be a number above 0 and at most 1000, got {_show(ramp)}",
+            422, f"options.rtc.ramp_rate must be a number from 0.001 to 1000, got {_show(ramp)}",
             pointer("options", "rtc", "ramp_rate"),
         )
     given, where = rtc["action"], ("options", "rtc", "action")

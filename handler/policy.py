@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from numpy.typing import NDArray
 
 from handler.embodiment import Embodiment, Float32, load_embodiments
 from handler.gr00t.checkpoint import CheckpointError, content_hash, load_model, read_json, weight_files
-from handler.gr00t.model import Batch, Grid, velocity_scale
+from handler.gr00t.model import Batch, Grid, mrope_positions, velocity_scale
 from handler.observation import Limits, Observation, check
 from handler.problem import Problem
 from handler.prompt import PromptEncoder, load_tokenizer
 from handler.transforms import ImageRecipe, image_grid, patches
+from handler.wire import pointer
 
 logger = logging.getLogger(__name__)
 
@@ -38,24 +40,35 @@ class Row:
         embodiment: chooses the weight set and how the chunk is decoded.
         grids: patch grids of its images, in (timestep, camera) order; rows join one forward when these agree.
         patches: uint8 (P, 3, patch, patch) of all its images.
-        input_ids: int64 (L,).
+        input_ids, positions: int64 (L,) and (3, L).
         state: float32 (T * max_state_dim,), normalised.
         raw_state: {key: float32 (T, width)}, physical units; relative actions refer to its last row.
         seed: of its noise.
         prefix: float32 (overlap, max_action_dim) for real-time chunking, or None.
-        frozen_steps, ramp_rate: real-time chunking.
+        frozen: {key: float32 (frozen steps, width)}, the rows that the new chunk must repeat.
+        ramp_rate: real-time chunking.
     """
 
     embodiment: Embodiment
     grids: tuple[Grid, ...]
     patches: NDArray[np.uint8]
     input_ids: NDArray[np.int64]
+    positions: torch.Tensor
     state: Float32
     raw_state: dict[str, Float32]
     seed: int
     prefix: Float32 | None
-    frozen_steps: int
+    frozen: dict[str, Float32]
     ramp_rate: float
+
+    @property
+    def frozen_steps(self) -> int:
+        return len(next(iter(self.frozen.values()), ()))
+
+
+def _absurd(normalized: Float32) -> bool:
+    """Values that only a broken sensor or client sends: not finite, or a million times the range of the training."""
+    return not bool((np.abs(normalized) <= 1e6).all())
 
 
 class Gr00tPolicy:
@@ -82,6 +95,7 @@ class Gr00tPolicy:
         tokenizer: Path | None = None,
         limits: Limits | None = None,
     ) -> None:
+        start = time.perf_counter()
         if not checkpoint.is_dir():
             raise CheckpointError(f"the checkpoint folder {checkpoint} does not exist")
         self.device = torch.device(device)
@@ -92,21 +106,16 @@ class Gr00tPolicy:
         config = config if (config / "processor_config.json").is_file() else checkpoint
         if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
             raise CheckpointError("the tokenizer folder has no tokenizer.json")
-        words = [tokenizer] if tokenizer else [checkpoint, checkpoint / "processor"]
-        files = [
-            *weights,
-            checkpoint / "config.json",
-            *(config / name for name in ("processor_config.json", "statistics.json", "embodiment_id.json")),
-            *(folder / "tokenizer.json" for folder in words),
-        ]
-        with ThreadPoolExecutor(1) as pool:  # hashing reads what loading reads; side by side it costs nothing
-            digest = pool.submit(content_hash, [file for file in files if file.is_file()])
+        words = load_tokenizer([tokenizer] if tokenizer else [checkpoint, checkpoint / "processor"])
+        names = ("processor_config.json", "statistics.json", "embodiment_id.json")
+        files = [*weights, checkpoint / "config.json", *(config / name for name in names if (config / name).is_file())]
+        with ThreadPoolExecutor(1) as pool:  # hashing reads what loading reads, so side by side it costs little
+            digest = pool.submit(content_hash, files, words.to_str().encode())
             self.model = load_model(checkpoint, self.device, self.dtype)
             self._load_processor(config, embodiment_tag)
-            self.encode_prompt = PromptEncoder(
-                load_tokenizer(words), self.model.config.image_token_id, self.formalize_language
-            )
+            self.encode_prompt = PromptEncoder(words, self.model.config.image_token_id, self.formalize_language)
             self.checkpoint = digest.result()
+        self.load_seconds = time.perf_counter() - start
 
     def _load_processor(self, folder: Path, tag: str | None) -> None:
         kwargs = read_json(folder, "processor_config.json").get("processor_kwargs")
@@ -193,15 +202,19 @@ class Gr00tPolicy:
                 )
             raw_state = {key: value[b] for key, value in observation.state.items()}
             state = e.encode_state(raw_state, c.max_state_dim)
-            if not np.isfinite(state).all():
-                key = next(g.key for g in e.states if not np.isfinite(g.encode(raw_state[g.key])).all())
+            if _absurd(state):
+                key = next(g.key for g in e.states if _absurd(g.encode(raw_state[g.key])))
                 raise Problem(422, f"state {key!r} lies too far outside the checkpoint's statistics",
                               observation.where.get(f"state.{key}"))
             rtc = observation.rtc
-            prefix = None
+            prefix, frozen = None, {}
             if rtc is not None:
-                chunk = {key: value[b] for key, value in rtc.action.items()}
-                prefix = e.encode_prefix(chunk, raw_state, rtc.overlap_steps, c.max_action_dim)
+                chunk = {key: value[b, -rtc.overlap_steps :] for key, value in rtc.action.items()}
+                prefix = e.encode_prefix(chunk, raw_state, c.max_action_dim)
+                frozen = {key: value[: rtc.frozen_steps] for key, value in chunk.items()}
+                if _absurd(prefix):
+                    raise Problem(422, "the previous chunk lies too far outside the checkpoint's statistics",
+                                  pointer("options", "rtc", "action"))
             rows.append(
                 Row(
                     embodiment=e,
@@ -214,11 +227,14 @@ class Gr00tPolicy:
                         ]
                     ),
                     input_ids=np.array(ids),
+                    positions=mrope_positions(
+                        torch.tensor(ids) == c.image_token_id, row_grids, c.vision.spatial_merge_size
+                    ),
                     state=state.reshape(-1),
                     raw_state=raw_state,
                     seed=seed + b,
                     prefix=prefix,
-                    frozen_steps=rtc.frozen_steps if rtc else 0,
+                    frozen=frozen,
                     ramp_rate=rtc.ramp_rate if rtc else 0.0,
                 )
             )
@@ -235,6 +251,10 @@ class Gr00tPolicy:
         out: list[Actions | Problem] = []
         for row, chunk in zip(rows, chunks, strict=True):
             actions = row.embodiment.decode_action(chunk, row.raw_state)
+            for key, value in row.frozen.items():
+                # The network kept them, but normalised, and so clipped to the statistics' range; the robot is already
+                # on its way along these very rows.
+                actions[key][: len(value)] = value
             if np.isfinite(chunk).all() and all(np.isfinite(value).all() for value in actions.values()):
                 out.append(actions)
             else:
@@ -266,10 +286,12 @@ class Gr00tPolicy:
         c, device, dtype = self.model.config, self.device, self.dtype
         lengths = [len(row.input_ids) for row in rows]
         ids = np.zeros((len(rows), max(lengths)), np.int64)
+        positions = torch.zeros(3, *ids.shape, dtype=torch.long)
         noise = torch.empty(len(rows), c.action_horizon, c.max_action_dim, dtype=dtype, device=device)
         scale = torch.ones(len(rows), c.action_horizon, 1)
         for b, row in enumerate(rows):
             ids[b, : lengths[b]] = row.input_ids
+            positions[:, b, : lengths[b]] = row.positions
             # Each row alone, as the reference draws a single row: (1, H, A) on the device, in the compute dtype.
             generator = torch.Generator(device).manual_seed(row.seed)
             noise[b] = torch.randn((1, *noise.shape[1:]), generator=generator, device=device, dtype=dtype)[0]
@@ -279,6 +301,7 @@ class Gr00tPolicy:
                 scale[b, :, 0] = velocity_scale(c.action_horizon, row.frozen_steps, overlap, row.ramp_rate)
         return Batch(
             input_ids=torch.from_numpy(ids).to(device),
+            positions=positions.to(device),
             lengths=lengths,
             grids=[row.grids for row in rows],
             pixels=self._pixels(np.concatenate([row.patches for row in rows])),
@@ -297,11 +320,15 @@ class Gr00tPolicy:
     # ---------------------------------------------------------------------------------------------------- the rest
 
     def lost(self) -> bool:
-        """Whether the CUDA context is beyond repair, as after a device-side assert; always False on a CPU."""
+        """Whether the CUDA context is beyond repair, as after a device-side assert; always False on a CPU.
+
+        Frees cached memory on the way, which helps after running out of it.
+        """
         if self.device.type != "cuda":
             return False
         try:
             torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
             torch.zeros(1, device=self.device).item()
         except torch.OutOfMemoryError:
             return False

@@ -62,11 +62,11 @@ class PromptEncoder:
         self.image = special["image_pad"]
         self._before_image, self._after_image = special["vision_start"], special["vision_end"]
 
-        @lru_cache(maxsize=1024)  # robots repeat their instruction at every step
         def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
-        self._encode = encode
+        remembered = lru_cache(maxsize=1024)(encode)  # robots repeat their instruction at every step
+        self._encode = lambda text: remembered(text) if len(text) <= 512 else encode(text)
         self._start = (special["im_start"], *encode("user\n"))
         self._end = (special["im_end"], *encode("\n"))
 

@@ -7,6 +7,7 @@ grids form a group; a group runs in forwards of at most `max_rows`.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,6 @@ from handler.problem import Problem
 from handler.wire import ReplyForm, Request, decode, reply_form
 
 logger = logging.getLogger(__name__)
-
-RETRY_AFTER = 10  # seconds; a worker with a small checkpoint is back by then, a large one takes longer
-
 
 class ContextLost(RuntimeError):
     """The CUDA context is beyond repair; only a new process helps."""
@@ -95,8 +93,9 @@ def run(slots: Sequence[Slot], policy: Gr00tPolicy) -> None:
         for slot in slots:
             if slot.problem is None and len(slot.results) < len(slot.rows):
                 slot.problem = Problem(
-                    503, "the accelerator failed and the worker starts again; send the request once more",
-                    retry_after=RETRY_AFTER,
+                    503,
+                    "the accelerator failed and the worker starts again; send the request once more",
+                    retry_after=math.ceil(policy.load_seconds) + 5,  # starting Python and warming up take some, too
                 )
         raise
 
@@ -104,31 +103,28 @@ def run(slots: Sequence[Slot], policy: Gr00tPolicy) -> None:
 def _answer(places: Sequence[tuple[Slot, int]], policy: Gr00tPolicy) -> None:
     """One forward; when it raises, its halves, until the culprit stands alone."""
     start = time.perf_counter()
+    results: list[Actions | Problem] = []
+    failure = None
     try:
         results = policy.predict([slot.rows[b] for slot, b in places])
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
         logger.warning("out of accelerator memory with %d rows", len(places))
-        results = [Problem(503, "not enough accelerator memory for this row", retry_after=RETRY_AFTER)]
-        failed = True
-    except Exception as error:
-        if policy.lost():
-            logger.exception("the CUDA context is lost")
-            raise ContextLost from error
+        failure = Problem(503, "not enough accelerator memory for this row at present", retry_after=1)
+    except Exception:
         logger.exception("a forward of %d rows failed", len(places))
-        results = [Problem(500, "the network failed on this observation; the server's log says more")]
-        failed = True
-    else:
-        failed = False
+        failure = Problem(500, "the network failed on this observation; the server's log says more")
+    # Not inside the handlers above: there the exception still holds the failed forward's tensors.
+    if failure is not None and policy.lost():
+        raise ContextLost
     elapsed = (time.perf_counter() - start) * 1e3
     for slot in {id(slot): slot for slot, _ in places}.values():
         slot.inference_ms += elapsed
-    if failed and len(places) > 1:
+    if failure is not None and len(places) > 1:
         middle = len(places) // 2
         _answer(places[:middle], policy)
         _answer(places[middle:], policy)
         return
-    for (slot, b), result in zip(places, results, strict=True):
+    for (slot, b), result in zip(places, [failure] if failure else results, strict=True):
         if isinstance(result, Problem):
             slot.problem = slot.problem or result
         else:

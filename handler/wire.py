@@ -30,7 +30,9 @@ MAX_DEPTH = 32  # mappings and lists inside each other; video/KEY/B/T/H/W/C need
 MAX_RANK = 8  # axes of an array
 MAX_KEY = 256  # characters of a key: pointers repeat them
 MAX_LIST = 1 << 16  # msgpack reserves what a list's head announces, before its items have come
-MAX_VALUES = 1 << 21  # values in one body: an empty list costs one byte to send and 56 to hold
+MAX_VALUES = 1 << 20  # values in one body: an empty list costs two bytes to send and 56 to hold
+MAX_LISTS = 1 << 19  # lists among them: each costs a look of its own (four 256x256 frames as pixel lists have 2^18)
+MAX_KEYS = 1 << 12  # keys in one body, of all its mappings together; an array in msgpack has two to four
 MAX_NPY_HEADER = 1024  # numpy evaluates the header as a Python literal
 
 DTYPES = "bool, int8 to int64, uint8 to uint64, float16, float32 or float64"
@@ -110,7 +112,7 @@ def decode(request: Request) -> tuple[dict[str, Any], ReplyForm]:
     if len(request.parts) > 1:
         raise Problem(400, "Expected one body; came other parts or query parameters too. Put all fields in the body.")
     if kind == JSON:
-        tree = _json(request.parts[0].value)
+        tree = _json(request.parts[0].value, _Count())
     else:
         tree, form = _msgpack(request.parts[0].value, form)
     if not isinstance(tree, dict):
@@ -171,13 +173,34 @@ def _kind_of(value: Any) -> str:
 # ---- The encodings ----
 
 
-def _json(text: bytes, *path: str) -> Any:
+class _Count:
+    """What one body holds so far; 413 beyond the limits."""
+
+    def __init__(self) -> None:
+        self.values = self.lists = self.keys = 0
+
+    def add(self, values: int = 0, lists: int = 0, keys: int = 0) -> None:
+        self.values, self.lists, self.keys = self.values + values, self.lists + lists, self.keys + keys
+        for count, most, name in (
+            (self.values, MAX_VALUES, "values"),
+            (self.lists, MAX_LISTS, "lists"),
+            (self.keys, MAX_KEYS, "keys"),
+        ):
+            if count > most:
+                raise Problem(413, f"More than {most} {name} in one body. Send images and states as arrays or files.")
+
+    def mapping(self, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+        self.add(keys=len(pairs))
+        return _mapping(pairs)
+
+
+def _json(text: bytes, count: _Count, *path: str) -> Any:
     """The checked value of a JSON text; `path` is where it stands when it is a part of a form."""
-    if text.count(b",") + text.count(b"[") + text.count(b"{") > MAX_VALUES:
-        _refuse(path, f"more than {MAX_VALUES} JSON values. Send images as base64 JPEG or PNG, or use {MSGPACK}.", 413)
     try:
-        tree = json.loads(text.decode("utf-8"), object_pairs_hook=_mapping)
-    except Problem as problem:  # from _mapping, which does not know where it is
+        lists = text.count(b"[")
+        count.add(values=text.count(b",") + lists + text.count(b"{"), lists=lists)  # before anything is made
+        tree = json.loads(text.decode("utf-8"), object_pairs_hook=count.mapping)
+    except Problem as problem:  # from what does not know where it is
         _refuse(path, problem.detail, problem.status)
     except UnicodeDecodeError as error:
         _refuse(path, f"JSON must be UTF-8; byte {error.start} is not.", 400)
@@ -187,25 +210,24 @@ def _json(text: bytes, *path: str) -> Any:
         _refuse(path, f"JSON nested deeper than {MAX_DEPTH} levels.", 400)
     except ValueError:  # Python's own limit on the digits of an integer
         _refuse(path, "JSON with an integer of more than 64 bits.", 400)
-    return _checked(tree, path, None)
+    _check(tree, path)
+    return tree
 
 
 def _msgpack(body: bytes, form: ReplyForm) -> tuple[Any, ReplyForm]:
     """The checked value of a msgpack body, arrays made; the reply's arrays follow the request's."""
-    values = 0
+    count = _Count()
+    seen: set[str] = set()
 
-    def counted(items: list[Any]) -> list[Any]:
-        nonlocal values
-        values += 1 + len(items)
-        if values > MAX_VALUES:
-            raise Problem(413, f"More than {MAX_VALUES} msgpack values. Send images and states as arrays.")
+    def listed(items: list[Any]) -> list[Any]:
+        count.add(values=1 + len(items), lists=1)
         return items
 
     try:
         tree = msgpack.unpackb(
             body,
-            object_pairs_hook=lambda pairs: _mapping(counted(pairs)),
-            list_hook=counted,
+            object_pairs_hook=count.mapping,
+            list_hook=listed,
             strict_map_key=False,  # _mapping says more about a bad key
             max_array_len=MAX_LIST,
             max_map_len=MAX_LIST,
@@ -220,8 +242,8 @@ def _msgpack(body: bytes, form: ReplyForm) -> tuple[Any, ReplyForm]:
         if "exceeds max_" in str(error):
             raise Problem(413, f"A msgpack list or mapping of more than {MAX_LIST} items. Send an array.") from None
         raise Problem(400, "Not msgpack, or cut short.") from None
-    seen: set[str] = set()
-    tree = _checked(tree, (), seen)
+    _check(tree, ())
+    tree = _with_arrays(tree, (), seen)
     return tree, ReplyForm(form.content_type, "gr00t" if "__ndarray_class__" in seen else "openpi")
 
 
@@ -230,18 +252,22 @@ def _form(parts: list[Part]) -> dict[str, Any]:
     if not parts:
         raise Problem(400, "Expected form parts (video.KEY, state.KEY, prompt); came an empty form.")
     mapping: dict[str, Any] = {}
+    count = _Count()
+    count.add(keys=len(parts))
     for part in parts:
         name, value = _key(part.name), bytes(part.value)
-        if name in mapping and not name.startswith("video."):
+        camera = name.startswith(("video.", "images."))
+        if name in mapping and not camera:
             _refuse((name,), "this part came twice. Only video.KEY may repeat, one part a frame.", 400)
-        if name.startswith("video."):
+        if camera:
             mapping.setdefault(name, []).append(value)
         elif name.startswith("state."):
-            mapping[name] = _npy(value, (name,)) if value.startswith(npy_format.MAGIC_PREFIX) else _json(value, name)
+            is_npy = value.startswith(npy_format.MAGIC_PREFIX)
+            mapping[name] = _npy(value, (name,)) if is_npy else _json(value, count, name)
             if not isinstance(mapping[name], np.ndarray | list | int | float) or isinstance(mapping[name], bool):
                 _refuse((name,), f"expected a .npy file or a JSON list or number; came {_kind_of(mapping[name])}.")
         elif name == "options":
-            mapping[name] = _json(value, name)
+            mapping[name] = _json(value, count, name)
             if not isinstance(mapping[name], dict):
                 _refuse((name,), f"expected a JSON mapping; came {_kind_of(mapping[name])}.")
         else:
@@ -249,8 +275,8 @@ def _form(parts: list[Part]) -> dict[str, Any]:
                 mapping[name] = value.decode("utf-8")
             except UnicodeDecodeError:
                 _refuse((name,), "expected UTF-8 text. Camera files go in parts named video.KEY.", 400)
-    one_frame = {name: value[0] for name, value in mapping.items() if name.startswith("video.") and len(value) == 1}
-    return mapping | one_frame
+    cameras = (name for name in list(mapping) if name.startswith(("video.", "images.")))
+    return mapping | {name: mapping[name][0] for name in cameras if len(mapping[name]) == 1}
 
 
 # ---- Keys and values ----
@@ -279,38 +305,69 @@ def _mapping(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def _checked(value: Any, path: tuple[str | int, ...], arrays: set[str] | None) -> Any:
-    """The value with its depth, types and integers checked.
+def _check(tree: Any, path: tuple[str | int, ...]) -> None:
+    """Refuses what no observation holds: too deep nesting, integers over 64 bits, half surrogate pairs, extensions.
 
-    `arrays` is None where arrays are unknown (JSON); else they are made, and the marks of those seen are added to it.
+    Walks level by level and keeps no paths: a hostile body may hold half a million lists. Where something is wrong,
+    `_refuse_first` walks once more, to name it.
     """
+    level, depth = [tree], len(path)
+    while level:
+        below: list[Any] = []
+        for value in level:
+            if type(value) is not list and type(value) is not dict:
+                wrong = bool(_unfit(value))
+            else:
+                items = value.values() if isinstance(value, dict) else value
+                kinds = set(map(type, items))
+                wrong = depth >= MAX_DEPTH and bool(kinds)
+                if not kinds <= _PLAIN:  # the bulk of a large body is lists of numbers
+                    below.extend(items)
+                elif int in kinds:
+                    wrong = wrong or not all(-(2**63) <= item < 2**64 for item in items if type(item) is int)
+            if wrong:
+                _refuse_first(tree, path)
+        level, depth = below, depth + 1
+
+
+_PLAIN = {bool, int, float, bytes, type(None)}
+
+
+def _refuse_first(value: Any, path: tuple[str | int, ...]) -> None:
+    """Refuses the first value that is unfit, by its path."""
     if len(path) > MAX_DEPTH:
         _refuse(path, f"nested deeper than {MAX_DEPTH} levels.", 400)
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_first(item, (*path, key))
+    elif reason := _unfit(value):
+        _refuse(path, reason, 400)
+
+
+def _unfit(value: Any) -> str:
+    """Why a single value is refused, or nothing."""
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            return "text with half a surrogate pair, which is not Unicode."
+    elif isinstance(value, int):
+        return "" if -(2**63) <= value < 2**64 else "an integer of more than 64 bits."
+    elif value is not None and not isinstance(value, float | bytes):
+        return "msgpack extension types and timestamps are not taken. Send numbers, text or arrays."
+    return ""
+
+
+def _with_arrays(value: Any, path: tuple[str | int, ...], seen: set[str]) -> Any:
+    """The value with its wrapped arrays made; the marks of those are added to `seen`."""
     if isinstance(value, dict):
         for mark, read in _WRAPPERS.items():
-            if arrays is not None and mark in value:
-                arrays.add(mark)
+            if mark in value:
+                seen.add(mark)
                 return read(value, path)
-        return {key: _checked(item, (*path, key), arrays) for key, item in value.items()}
-    if isinstance(value, list):
-        kinds = set(map(type, value))
-        # The bulk of a large JSON body is numbers: checked without a call and a path for each.
-        if kinds <= {bool, int, float}:
-            whole = [item for item in value if type(item) is int]
-            if not whole or (min(whole) >= -(2**63) and max(whole) < 2**64):
-                return value
-        return [_checked(item, (*path, index), arrays) for index, item in enumerate(value)]
-    if isinstance(value, str):
-        if not value.isascii():
-            try:
-                value.encode("utf-8")
-            except UnicodeEncodeError:
-                _refuse(path, "text with half a surrogate pair, which is not Unicode.", 400)
-        return value
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        _refuse(path, "an integer of more than 64 bits.", 400)
-    if value is not None and not isinstance(value, bool | int | float | bytes):
-        _refuse(path, "msgpack extension types and timestamps are not taken. Send numbers, text or arrays.", 400)
+        return {key: _with_arrays(item, (*path, key), seen) for key, item in value.items()}
+    if isinstance(value, list) and {dict, list} & set(map(type, value)):
+        return [_with_arrays(item, (*path, index), seen) for index, item in enumerate(value)]
     return value
 
 

@@ -123,7 +123,9 @@ def ask(url: str, key: str | None, parts: list[tuple[str, Any]]) -> tuple[Action
 def _call(method: str, url: str, key: str | None, headers: dict[str, str] | None = None, **more: Any) -> Any:
     headers = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
     try:
-        return requests.request(method, url, headers=headers, timeout=300, **more)
+        with requests.Session() as session:
+            session.trust_env = urlsplit(url).hostname not in ("127.0.0.1", "localhost")  # no proxy sees a local key
+            return session.request(method, url, headers=headers, timeout=300, **more)
     except requests.ConnectionError:
         raise AskError(f"nothing answers at {url}; start it with ./scripts/serve") from None
     except requests.RequestException as error:

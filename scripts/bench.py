@@ -75,6 +75,7 @@ def client(
 ) -> None:  # fmt: skip
     """A robot in a process of its own: `warmup` requests, then `count` timed ones, all at once with the others."""
     session, records, last = requests.Session(), [], {}
+    session.trust_env = False
     for _ in range(warmup):
         ask(session, url, key, body)
     start.wait()
@@ -165,6 +166,7 @@ def sweep(server: Server, args: argparse.Namespace, started_s: float) -> dict[st
         msgpack.packb(pack(observation(contract, tag, tuple(args.size), seed))) for seed in range(max(args.clients))
     ]
     with requests.Session() as session:
+        session.trust_env = False
         solo = [arrays(ask(session, server.predict_url, server.inference_key, body)) for body in bodies]
     report = {
         "command": "./scripts/bench " + " ".join(relative(word) for word in sys.argv[1:]),

@@ -241,6 +241,10 @@ def processor_files(c: Gr00tConfig, seed: int) -> tuple[dict[str, Any], dict[str
             "relative_action": {key: spread(droid_horizon, droid[key]) for key in ("eef_9d", "joint_position")},
         },
     }
+    pose = statistics["oxe_droid_relative_eef_relative_joint"]["relative_action"]["eef_9d"]
+    for name, bound in {"min": -1.1, "max": 1.1, "mean": 0.0, "std": 0.5, "q01": -1.0, "q99": 1.0}.items():
+        for step in pose[name]:
+            step[3:] = [bound] * 6  # rotations reach 1, whatever the robot does
     kwargs = {
         "modality_configs": configs,
         "image_crop_size": None,

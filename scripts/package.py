@@ -98,6 +98,8 @@ def _check_together(config: dict[str, Any]) -> None:
             raise ConfigError(f"{least} is {config[least]} but {most} only {config[most]}: set both")
     if config.get("deviceType") not in (None, "cpu", "gpu"):
         raise ConfigError(f"deviceType must be cpu or gpu, not {config['deviceType']!r}")
+    if config["handler"]["dtype"] not in ("auto", "float32", "bfloat16"):
+        raise ConfigError(f"handler.dtype must be auto, float32 or bfloat16, not {config['handler']['dtype']!r}")
     checkpoint = config["handler"]["checkpoint"]
     if checkpoint != EMBEDDED and not os.path.isabs(checkpoint):
         raise ConfigError(f"handler.checkpoint must be `{EMBEDDED}` or an absolute path, not {checkpoint!r}")

@@ -153,7 +153,9 @@ class Server:
         """What the management API says of the model; `customized` adds the handler's contract, from a worker."""
         headers = {"Authorization": f"Bearer {self.management_key}"} if self.management_key else {}
         url = f"{self.management_url}/models/{MODEL_NAME}"
-        reply = requests.get(url, params={"customized": "true"} if customized else {}, headers=headers, timeout=30)
+        with requests.Session() as session:
+            session.trust_env = False  # the key must not go to a proxy
+            reply = session.get(url, params={"customized": "true"} if customized else {}, headers=headers, timeout=30)
         reply.raise_for_status()
         model: dict[str, Any] = reply.json()[0]
         return model
@@ -245,6 +247,14 @@ def is_free(port: int) -> bool:
     return False
 
 
+def _port(text: str) -> int:
+    """A port with four more behind it, for argparse."""
+    port = int(text)
+    if not 1 <= port <= 65531:
+        raise argparse.ArgumentTypeError("must be from 1 to 65531")
+    return port
+
+
 def pick_ports(port: int | None) -> list[int]:
     """The five ports of a server, see `Server`."""
     if port is None:
@@ -308,7 +318,9 @@ def keep(temp: str, command: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="serve", description="Serve GR00T with TorchServe, until Ctrl-C.")
     add_arguments(parser)
-    parser.add_argument("--port", type=int, metavar="N", help="inference; the next four are used too (default: 8080)")
+    parser.add_argument(
+        "--port", type=_port, metavar="N", help="inference; the next four are used too (default: 8080)"
+    )
     parser.add_argument("--no-auth", action="store_true", help="switch token authorization off")
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that TorchServe prints")
     args = parser.parse_args()

@@ -82,7 +82,9 @@ def as_multipart(fields: dict[str, Any]) -> Body:
 
 def post(server: Server, body: Body, url: str | None = None) -> requests.Response:
     headers = {"Authorization": f"Bearer {server.inference_key}", **body[0]}
-    return requests.post(url or server.predict_url, data=body[1], headers=headers, timeout=60)
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.post(url or server.predict_url, data=body[1], headers=headers, timeout=60)
 
 
 def read(reply: requests.Response) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -120,12 +122,12 @@ def held(server: Server, blocker: Body) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def wave(server: Server, bodies: Sequence[Body], blocker: Body) -> list[requests.Response]:
-    """Sends `bodies`, which the worker gets as one wave, in this order."""
+def wave(server: Server, bodies: Sequence[Body], blocker: Body, gap: float = 0.08) -> list[requests.Response]:
+    """Sends `bodies`, `gap` seconds apart, which the worker gets as one wave, in this order."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         futures: list[Future[requests.Response]] = []
         with held(server, blocker):
             for body in bodies:
                 futures.append(pool.submit(post, server, body))
-                time.sleep(0.08)  # one connection after the other, so that the queue's order is ours
+                time.sleep(gap)  # one connection after the other, so that the queue's order is ours
         return [future.result() for future in futures]

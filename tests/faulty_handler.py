@@ -18,17 +18,17 @@ class FaultyHandler(Gr00tHandler):
         super().initialize(context)
         policy = self.policy
         real_prepare, real_predict = policy.prepare, policy.predict
-        faults: dict[int, str] = {}  # id of a row -> its instruction
+        faults: dict[int, tuple[Row, str]] = {}  # by the row's id; holding the row, so that no other gets its id
 
         def prepare(observation: Observation) -> list[Row]:
             rows = real_prepare(observation)
             for row, instruction in zip(rows, observation.instructions, strict=True):
                 if instruction.startswith("fault"):
-                    faults[id(row)] = instruction
+                    faults[id(row)] = (row, instruction)
             return rows
 
         def predict(rows: Sequence[Row]) -> list[Actions | Problem]:
-            words = {faults[id(row)] for row in rows if id(row) in faults}
+            words = {faults[id(row)][1] for row in rows if id(row) in faults}
             if "fault row" in words:
                 raise ValueError("this row cannot be computed")
             if "fault memory" in words and len(rows) > 1:

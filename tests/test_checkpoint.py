@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import socket
@@ -311,7 +312,7 @@ def test_content_hash(tmp_path: Path) -> None:
     one.write_bytes(b"ab" * 3_000_000)
     two.write_bytes(b"")
     both = content_hash([one, two])
-    assert both == content_hash([one, two]) and content_hash([two]) == "e3b0c44298fc"
+    assert both == content_hash([one, two]) and content_hash([two]) == hashlib.sha256(b"\ntwo 0\n").hexdigest()[:12]
     one.write_bytes(b"ab" * 2_999_999 + b"ac")
     assert content_hash([one, two]) != both
 

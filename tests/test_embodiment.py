@@ -243,7 +243,7 @@ def test_prefix_gives_the_same_physical_rows(group: str, statistics: Callable[[i
     rng = np.random.default_rng(5)
     predicted = rng.uniform(-0.3, 0.3, (STEPS, width + 1)).astype(np.float32)
     chunk = robot.decode_action(predicted, before)
-    prefix = robot.encode_prefix(chunk, after, steps, width + 4)
+    prefix = robot.encode_prefix({key: rows[-steps:] for key, rows in chunk.items()}, after, width + 4)
     assert prefix.dtype == np.float32 and prefix.shape == (steps, width + 4)
     assert (prefix[:, width + 1 :] == 0).all() and np.abs(prefix).max() <= 1
     got = robot.decode_action(np.concatenate([prefix, np.zeros((STEPS - steps, width + 4), np.float32)]), after)
@@ -254,15 +254,15 @@ def test_prefix_gives_the_same_physical_rows(group: str, statistics: Callable[[i
 def test_prefix_by_hand() -> None:
     robot = load({"a": stats([0.0], [1.0])}, {"a": stats([0.0], [1.0])},
                  {"a": stats([[-2.0], [-4.0], [-8.0]], [[2.0], [4.0], [8.0]])}, [config("RELATIVE")], horizon=3)
-    chunk = {"a": floats([[0], [11], [12]])}  # the last two rows stand on steps 0 and 1 now
-    prefix = robot.encode_prefix(chunk, {"a": floats([[10]])}, 2, 2)
+    rows = {"a": floats([[11], [12]])}  # they stand on steps 0 and 1 now
+    prefix = robot.encode_prefix(rows, {"a": floats([[10]])}, 2)
     np.testing.assert_array_equal(prefix, floats([[0.5, 0], [0.5, 0]]))
     np.testing.assert_array_equal(  # out of range: clipped, as in training
-        robot.encode_prefix(chunk, {"a": floats([[0]])}, 2, 1), floats([[1], [1]])
+        robot.encode_prefix(rows, {"a": floats([[0]])}, 1), floats([[1], [1]])
     )
     robot = load(S, {"a": stats([0.0], [0.0], mean=[1.0], std=[2.0])}, clip_outliers=False, **ACTION_MEAN_STD)
     np.testing.assert_array_equal(
-        robot.encode_prefix({"a": floats([[9], [7]])}, {"s": floats([[0]])}, 1, 1), floats([[3]])
+        robot.encode_prefix({"a": floats([[7]])}, {"s": floats([[0]])}, 1), floats([[3]])
     )
 
 

@@ -62,7 +62,7 @@ def test_a_lost_context_answers_its_wave_503_and_gets_a_new_worker(server: Serve
     replies = wave(server, [good, bad, broken], good)
     assert [reply.status_code for reply in replies] == [503, 503, 400]
     for reply in replies[:2]:
-        assert reply.headers["Retry-After"] == "10"
+        assert 5 <= int(reply.headers["Retry-After"]) <= 60
         assert reply.headers["Content-Type"] == "application/problem+json"
         assert "CUDA" not in reply.text
     deadline = time.monotonic() + 60

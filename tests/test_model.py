@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from handler.gr00t.model import Batch, Gr00t, Gr00tConfig, velocity_scale
+from handler.gr00t.model import Batch, Gr00t, Gr00tConfig, mrope_positions, velocity_scale
 from tests.conftest import REFERENCE
 
 TINY = REFERENCE / "tiny"
 needs_reference = pytest.mark.skipif(not TINY.is_dir(), reason="reference numbers are not in this checkout")
 CASES = 6
+IMAGE = 1000  # image_token_id of the reference
 TOLERANCE = 1e-5
 
 
@@ -47,10 +48,15 @@ def batch_of(cases: list[dict[str, Tensor]], horizon: int, padding: int = 0) -> 
     joined = torch.full((len(cases), max(lengths) + padding), 7)
     for row, values in zip(joined, ids, strict=True):
         row[: len(values)] = values
+    grids = [[(int(h), int(w)) for _, h, w in case["image_grid_thw"]] for case in cases]
+    positions = torch.zeros(3, *joined.shape, dtype=torch.long)
+    for b, (values, row_grids) in enumerate(zip(ids, grids, strict=True)):
+        positions[:, b, : len(values)] = mrope_positions(values == IMAGE, row_grids, merge=2)
     return Batch(
         input_ids=joined,
+        positions=positions,
         lengths=lengths,
-        grids=[[(int(h), int(w)) for _, h, w in case["image_grid_thw"]] for case in cases],
+        grids=grids,
         pixels=torch.cat([case["pixel_values"] for case in cases]),
         state=torch.cat([case["state"].flatten(1) for case in cases]),
         embodiment_id=torch.cat([case["embodiment_id"] for case in cases]).long(),
@@ -110,6 +116,17 @@ def test_real_time_chunking_holds_for_its_own_row_only(
                          strict=True):
         torch.testing.assert_close(row, want[0], rtol=0, atol=TOLERANCE)
     assert torch.equal(out[1, : rtc["rtc_frozen_steps"]], batch.noise[1, : rtc["rtc_frozen_steps"]])
+
+
+def test_positions_of_text_and_images() -> None:
+    # Three texts, an image of 2x3 tokens, one text, an image of 1x1, two texts.
+    image = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0]).bool()
+    assert mrope_positions(image, [(4, 6), (2, 2)], merge=2).tolist() == [
+        [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7, 8, 9],
+        [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7, 8, 9],
+        [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9],
+    ]
+    assert mrope_positions(torch.zeros(3).bool(), [], merge=2).tolist() == [[0, 1, 2]] * 3
 
 
 def test_velocity_scale() -> None:

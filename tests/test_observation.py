@@ -395,7 +395,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"options/rtc": rtc(frozen_steps=-1)}, 422, "/options/rtc/frozen_steps", "from 0 to 4, got -1"),
     ({"options/rtc": rtc(frozen_steps="1")}, 422, "/options/rtc/frozen_steps", "got '1'"),
     *[
-        ({"options/rtc": rtc(ramp_rate=value)}, 422, "/options/rtc/ramp_rate", "above 0 and at most 1000")
+        ({"options/rtc": rtc(ramp_rate=value)}, 422, "/options/rtc/ramp_rate", "from 0.001 to 1000")
         for value in RAMPS
     ],
     ({"options/rtc": rtc(action=[1])}, 422, "/options/rtc/action", "must be the previous reply's actions"),

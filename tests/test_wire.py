@@ -20,7 +20,9 @@ from handler.problem import Problem
 from handler.wire import (
     MAX_DEPTH,
     MAX_KEY,
+    MAX_KEYS,
     MAX_LIST,
+    MAX_LISTS,
     MAX_VALUES,
     Part,
     ReplyForm,
@@ -323,6 +325,11 @@ class TestMsgpack:
         refused(packed(nested(MAX_DEPTH + 1)), 400, "/a" * (MAX_DEPTH + 1))
         refused(plain(json.dumps(nested(MAX_DEPTH + 1)).encode()), 400, "/a" * (MAX_DEPTH + 1))
 
+    def test_number_of_arrays_is_bounded(self) -> None:
+        array = {"__ndarray__": True, "data": b"1", "dtype": "|u1", "shape": [1]}
+        assert len(decode(packed({"a": [array] * (MAX_KEYS // 4 - 1)}))[0]["a"]) == MAX_KEYS // 4 - 1
+        refused(packed({"a": [array] * (MAX_KEYS // 4)}), 413)
+
     def test_sizes_are_bounded(self) -> None:
         assert len(decode(packed({"a": [0] * MAX_LIST}))[0]["a"]) == MAX_LIST
         refused(packed({"a": [0] * (MAX_LIST + 1)}), 413)
@@ -385,9 +392,23 @@ class TestJson:
 
     def test_number_of_values_is_bounded(self) -> None:
         refused(plain(b'{"a": [%s 1]}' % (b"1," * MAX_VALUES)), 413)
+        refused(plain(b'{"a": [%s 1]}' % (b"[]," * MAX_LISTS)), 413)
+        keys = ",".join(f'"{i}": 0' for i in range(MAX_KEYS))
+        assert len(decode(plain(b"{%s}" % keys.encode()))[0]) == MAX_KEYS
+        refused(plain(b'{"a": {%s}}' % keys.encode()), 413)
 
 
 class TestForm:
+    def test_limits_hold_for_all_parts_together(self) -> None:
+        half = b"[%s1]" % (b"[]," * (MAX_LISTS // 2))
+        assert len(decode(form(("state.a", half)))[0]["state.a"]) == MAX_LISTS // 2 + 1
+        refused(form(("state.a", half), ("state.b", half)), 413, "/state.b")
+        refused(form(*((f"video.{i}", b"x") for i in range(MAX_KEYS + 1))), 413)
+
+    def test_images_is_another_name_for_video(self) -> None:
+        mapping, _ = decode(form(("images.front", b"\xff\xd8one"), ("images.front", b"\xff\xd8two")))
+        assert mapping == {"images.front": [b"\xff\xd8one", b"\xff\xd8two"]}
+
     def test_parts(self) -> None:
         array = np.array([[1, 2]], np.float32)
         mapping, reply = decode(

@@ -120,10 +120,11 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Gr00t:
     return model.eval().requires_grad_(False)
 
 
-def content_hash(files: list[Path]) -> str:
-    """12 hex digits of a SHA-256 over the files' contents, in the order given: which weights moved the robot."""
-    digest = hashlib.sha256()
+def content_hash(files: list[Path], more: bytes = b"") -> str:
+    """12 hex digits of a SHA-256 over names, sizes and contents, and over `more`: which weights moved the robot."""
+    digest = hashlib.sha256(more)
     for file in files:
+        digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as stream:
             while chunk := stream.read(1 << 22):
                 digest.update(chunk)

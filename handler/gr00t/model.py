@@ -165,6 +165,7 @@ class Batch:
 
     Attributes:
         input_ids: (B, L) int64, right-padded with any valid id.
+        positions: (3, B, L) int64, see `mrope_positions`.
         lengths: the rows' token counts, B of them, on the host.
         grids: per row, its images' patch grids, in the order of the image tokens.
         pixels: (P, channels * temporal_patch * patch * patch) in the model's dtype: all rows' patches, row after row.
@@ -175,6 +176,7 @@ class Batch:
     """
 
     input_ids: Tensor
+    positions: Tensor
     lengths: Sequence[int]
     grids: Sequence[Sequence[Grid]]
     pixels: Tensor
@@ -433,26 +435,24 @@ def text_rotary(positions: Tensor, c: TextConfig) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def mrope_positions(input_ids: Tensor, lengths: Sequence[int], grids: Sequence[Sequence[Grid]], image_id: int,
-                    merge: int) -> Tensor:
-    """(3, B, L) int64 positions: text counts up; an image spans its height and width from one time position."""
-    out = torch.zeros(3, *input_ids.shape, dtype=torch.long)
-    ids = input_ids.cpu()
-    for b, (length, row_grids) in enumerate(zip(lengths, grids, strict=True)):
-        images = iter(row_grids)
-        is_image = (ids[b, :length] == image_id).tolist()
-        i = position = 0
-        while i < length:
-            if not is_image[i]:
-                out[:, b, i] = position
-                i, position = i + 1, position + 1
-                continue
-            h, w = (n // merge for n in next(images))
-            out[0, b, i : i + h * w] = position
-            out[1, b, i : i + h * w] = position + torch.arange(h).repeat_interleave(w)
-            out[2, b, i : i + h * w] = position + torch.arange(w).repeat(h)
-            i, position = i + h * w, position + max(h, w)
-    return out.to(input_ids.device)
+def mrope_positions(image: Tensor, grids: Sequence[Grid], merge: int) -> Tensor:
+    """One row's (3, L) int64 positions: text counts up; an image spans its height and width from one time position.
+
+    image: (L,) bool, which tokens are images; grids: theirs, in order; merge: patches per token along a side.
+    """
+    out = torch.zeros(3, len(image), dtype=torch.long)
+    starts = torch.nonzero(image & ~torch.cat((image.new_zeros(1), image[:-1])))[:, 0].tolist()
+    at = position = 0
+    for start, (rows, columns) in zip(starts, grids, strict=True):
+        h, w = rows // merge, columns // merge
+        out[:, at:start] = position + torch.arange(start - at)
+        position += start - at
+        out[0, start : start + h * w] = position
+        out[1, start : start + h * w] = position + torch.arange(h).repeat_interleave(w)
+        out[2, start : start + h * w] = position + torch.arange(w).repeat(h)
+        at, position = start + h * w, position + max(h, w)
+    out[:, at:] = position + torch.arange(len(image) - at)
+    return out
 
 
 class Qwen3VL(nn.Module):
@@ -487,10 +487,7 @@ class Backbone(nn.Module):
         tokens, taps = self.see(batch.pixels, [grid for row in batch.grids for grid in row])
         x = qwen.language_model.embed_tokens(batch.input_ids)
         x = x.masked_scatter(image[..., None], tokens)
-        positions = mrope_positions(
-            batch.input_ids, batch.lengths, batch.grids, c.image_token_id, c.vision.spatial_merge_size
-        )
-        return qwen.language_model(x, positions, image, taps), image, real
+        return qwen.language_model(x, batch.positions, image, taps), image, real
 
     def see(self, pixels: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
         """Runs the vision tower once per distinct grid and puts the images back in order: (image tokens, width)."""
