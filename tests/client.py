@@ -6,11 +6,11 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import msgpack
@@ -104,30 +104,38 @@ def read(reply: requests.Response) -> tuple[dict[str, np.ndarray], dict[str, Any
     return arrays, document["info"]
 
 
-@contextmanager
-def held(server: Server, blocker: Body) -> Iterator[None]:
-    """Stops the server's only worker while it has `blocker` in hand, so that what is sent meanwhile queues up."""
+def arrived(server: Server) -> int:
+    """Predictions that TorchServe has taken in and queued so far."""
+    text = requests.get(f"{server.metrics_url}/metrics", timeout=30).text
+    counts = re.findall(r"^ts_inference_requests_total\{.*\} (\S+)$", text, re.MULTILINE)
+    return sum(int(float(count)) for count in counts)
+
+
+def send(server: Server, body: Body, pool: ThreadPoolExecutor) -> Future[requests.Response]:
+    """Sends a request; returns when TorchServe has queued it, so that the queue's order is the caller's."""
+    before = arrived(server)
+    future = pool.submit(post, server, body)
+    deadline = time.monotonic() + 60
+    while arrived(server) == before:
+        assert time.monotonic() < deadline and not future.done(), "the request did not reach the queue"
+        time.sleep(0.01)
+    time.sleep(0.02)  # counted just before it is queued
+    return future
+
+
+def wave(server: Server, bodies: Sequence[Body], blocker: Body) -> list[requests.Response]:
+    """Sends `bodies`, which the server's only worker gets as one wave, in this order.
+
+    The worker is stopped while it has `blocker` in hand, so that what is sent meanwhile queues up.
+    """
     (pid,) = server.worker_pids()
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            taken = pool.submit(post, server, blocker)
-            time.sleep(0.3)  # TorchServe hands the blocker to the worker at once
-            try:
-                yield
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            assert taken.result().status_code == 200
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def wave(server: Server, bodies: Sequence[Body], blocker: Body, gap: float = 0.08) -> list[requests.Response]:
-    """Sends `bodies`, `gap` seconds apart, which the worker gets as one wave, in this order."""
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        futures: list[Future[requests.Response]] = []
-        with held(server, blocker):
-            for body in bodies:
-                futures.append(pool.submit(post, server, body))
-                time.sleep(gap)  # one connection after the other, so that the queue's order is ours
+    with ThreadPoolExecutor(len(bodies) + 1) as pool:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            taken = send(server, blocker, pool)
+            time.sleep(0.2)  # TorchServe hands it to the worker at once
+            futures = [send(server, body, pool) for body in bodies]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert taken.result().status_code == 200
         return [future.result() for future in futures]

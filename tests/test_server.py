@@ -98,7 +98,7 @@ def test_bodies_made_to_take_long_do_not_delay_a_neighbour_for_long(
     hostile = [({"Content-Type": kind}, body) for kind, body in zip(types, (form, text), strict=True)]
     pids = server.worker_pids()
     good = observation(policy, seed=1)
-    replies = wave(server, [*hostile, as_msgpack(good)], blocker, gap=2.0)
+    replies = wave(server, [*hostile, as_msgpack(good)], blocker)
     assert [problem(reply) for reply in replies[:2]] == [(413, "/state.k0"), (413, None)]
     actions, info = read(replies[2])
     assert_bits(actions, policy.get_action(good))
