@@ -87,10 +87,10 @@ class Gr00tHandler(BaseHandler):
             settings.get("embodiment_tag"),
             Path(settings["tokenizer"]) if settings.get("tokenizer") else None,
             Limits(**limits),
+            reproducible=settings["reproducible"],
         )
         loaded = time.perf_counter()
-        for tag in self.policy.embodiments:
-            self.policy.get_action(self.policy.example(tag))  # the first forward is slow, and shows broken weights
+        self.policy.warm_up()
         Service.retrieve_data_for_inference = staticmethod(unpack)
         self.initialized = True
         logger.info(

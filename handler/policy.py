@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from handler.embodiment import Embodiment, Float32, load_embodiments
 from handler.gr00t.checkpoint import CheckpointError, content_hash, load_model, read_json, weight_files
+from handler.gr00t.engine import TEXT_RUNGS, Engine, Fused, HostRow, rung_of
 from handler.gr00t.model import Batch, Grid, mrope_positions, velocity_scale
 from handler.observation import Limits, Observation, check
 from handler.problem import Problem
@@ -30,6 +31,8 @@ from handler.wire import pointer
 logger = logging.getLogger(__name__)
 
 Actions = dict[str, Float32]
+
+REPRODUCIBLE_ROWS = 8  # the one row count of reproducible mode
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Gr00tPolicy:
         embodiment_tag: what a request means that names no embodiment; by default the checkpoint's only one, if so.
         tokenizer: a folder with the backbone's `tokenizer.json`, when the checkpoint has none.
         limits: see `Limits`.
+        engine: run the fused network, from CUDA graphs on a GPU; by default on CUDA, and the plain network elsewhere.
+        reproducible: one shape for every wave, so that a row's bits do not depend on its company.
 
     Raises:
         CheckpointError: the folder cannot be served; the text says why.
@@ -94,6 +99,8 @@ class Gr00tPolicy:
         embodiment_tag: str | None = None,
         tokenizer: Path | None = None,
         limits: Limits | None = None,
+        engine: bool | None = None,
+        reproducible: bool = False,
     ) -> None:
         start = time.perf_counter()
         if not checkpoint.is_dir():
@@ -115,6 +122,17 @@ class Gr00tPolicy:
             self._load_processor(config, embodiment_tag)
             self.encode_prompt = PromptEncoder(words, self.model.config.image_token_id, self.formalize_language)
             self.checkpoint = digest.result()
+        self.config = self.model.config
+        self.reproducible = reproducible
+        self.rows_per_forward = min(REPRODUCIBLE_ROWS, self.limits.max_rows) if reproducible else self.limits.max_rows
+        self.engine: Engine | None = None
+        if self.device.type == "cuda" if engine is None else engine:
+            ids = list(dict.fromkeys(e.id for e in self.embodiments.values()))
+            self.weight_set = {identity: index for index, identity in enumerate(ids)}
+            self.engine = Engine(Fused(self.model, ids, self.encode_prompt.lead), self.rows_per_forward)
+            del self.model  # the engine has what it needs, and other embodiments' weights go
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
         self.load_seconds = time.perf_counter() - start
 
     def _load_processor(self, folder: Path, tag: str | None) -> None:
@@ -176,7 +194,7 @@ class Gr00tPolicy:
         Raises:
             Problem: 422 an image that the recipe cannot take, 413 too many tokens.
         """
-        c, e = self.model.config, observation.embodiment
+        c, e = self.config, observation.embodiment
         grids = []
         for camera in e.cameras:
             try:
@@ -247,7 +265,7 @@ class Gr00tPolicy:
             Per row its {key: float32 (horizon, width)} in physical units, or a Problem when the network's answer is
             not finite.
         """
-        chunks = self.model(self._batch(rows)).float().cpu().numpy()
+        chunks = self._run_engine(rows) if self.engine else self._run_model(rows)
         out: list[Actions | Problem] = []
         for row, chunk in zip(rows, chunks, strict=True):
             actions = row.embodiment.decode_action(chunk, row.raw_state)
@@ -260,6 +278,43 @@ class Gr00tPolicy:
             else:
                 out.append(Problem(500, "the network's answer to this observation is not finite; no action is sent"))
         return out
+
+    def shape(self, row: Row) -> Any:
+        """Rows of one shape share a forward: their grids, and in reproducible mode their token rung too."""
+        if not self.reproducible:
+            return row.grids
+        images = sum(h * w for h, w in row.grids) // self.config.vision.spatial_merge_size**2
+        return row.grids, rung_of(len(row.input_ids) - images, TEXT_RUNGS) or len(row.input_ids)
+
+    def _run_model(self, rows: Sequence[Row]) -> Float32:
+        """(n, H, A) from the plain network; in reproducible mode padded to the one shape."""
+        if not self.reproducible:
+            return self.model(self._batch(rows)).float().cpu().numpy()
+        images = sum(h * w for h, w in rows[0].grids) // self.config.vision.spatial_merge_size**2
+        text = max(len(row.input_ids) for row in rows) - images
+        padded = [*rows, *[rows[0]] * (self.rows_per_forward - len(rows))]
+        batch = self._batch(padded, images + (rung_of(text, TEXT_RUNGS) or text))
+        return self.model(batch).float().cpu().numpy()[: len(rows)]
+
+    def _run_engine(self, rows: Sequence[Row]) -> Float32:
+        """(n, H, A) from the engine, which takes rows of one set of grids at a time."""
+        assert self.engine is not None
+        out = np.empty((len(rows), self.config.action_horizon, self.config.max_action_dim), np.float32)
+        for grids in dict.fromkeys(row.grids for row in rows):
+            at = [b for b, row in enumerate(rows) if row.grids == grids]
+            hosts = [
+                HostRow(
+                    row.patches, row.input_ids, row.positions, row.state, self.weight_set[row.embodiment.id], row.seed,
+                    row.prefix, None if row.prefix is None else self._velocity_scale(row),
+                )
+                for row in (rows[b] for b in at)
+            ]  # fmt: skip
+            out[at] = self.engine(hosts, grids, self.rows_per_forward if self.reproducible else None)
+        return out
+
+    def _velocity_scale(self, row: Row) -> torch.Tensor:
+        assert row.prefix is not None
+        return velocity_scale(self.config.action_horizon, row.frozen_steps, len(row.prefix), row.ramp_rate)
 
     def get_action(self, observation: Mapping[str, Any]) -> dict[str, Float32]:
         """The whole path for one observation of B rows, in process.
@@ -282,10 +337,11 @@ class Gr00tPolicy:
 
     # --------------------------------------------------------------------------------------------------- the batch
 
-    def _batch(self, rows: Sequence[Row]) -> Batch:
-        c, device, dtype = self.model.config, self.device, self.dtype
+    def _batch(self, rows: Sequence[Row], tokens: int = 0) -> Batch:
+        """The rows as one batch, at least `tokens` wide."""
+        c, device, dtype = self.config, self.device, self.dtype
         lengths = [len(row.input_ids) for row in rows]
-        ids = np.zeros((len(rows), max(lengths)), np.int64)
+        ids = np.zeros((len(rows), max(tokens, *lengths)), np.int64)
         positions = torch.zeros(3, *ids.shape, dtype=torch.long)
         noise = torch.empty(len(rows), c.action_horizon, c.max_action_dim, dtype=dtype, device=device)
         scale = torch.ones(len(rows), c.action_horizon, 1)
@@ -298,7 +354,7 @@ class Gr00tPolicy:
             if row.prefix is not None:
                 overlap = len(row.prefix)
                 noise[b, :overlap] = torch.from_numpy(row.prefix).to(device, dtype)
-                scale[b, :, 0] = velocity_scale(c.action_horizon, row.frozen_steps, overlap, row.ramp_rate)
+                scale[b, :, 0] = self._velocity_scale(row)
         return Batch(
             input_ids=torch.from_numpy(ids).to(device),
             positions=positions.to(device),
@@ -314,10 +370,22 @@ class Gr00tPolicy:
     def _pixels(self, values: NDArray[np.uint8]) -> torch.Tensor:
         """uint8 (P, 3, p, p) -> (P, 3 * t * p * p) in [-1, 1]: the still image fills the temporal patch."""
         pixels = (torch.from_numpy(values).to(self.device).float() - 127.5) / 127.5
-        frames = self.model.config.vision.temporal_patch_size
+        frames = self.config.vision.temporal_patch_size
         return pixels[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1).to(self.dtype)
 
     # ---------------------------------------------------------------------------------------------------- the rest
+
+    def warm_up(self) -> None:
+        """Answers an example of each embodiment: the first forward is slow, and shows broken weights.
+
+        The engine also captures the ladder of each embodiment's example frames; cameras of another shape are captured
+        when they first come.
+        """
+        for tag in self.embodiments:
+            example = self.example(tag)
+            self.get_action(example)
+            if self.engine is not None and self.device.type == "cuda":
+                self.engine.warm_up(self.prepare(self.check(example))[0].grids)
 
     def lost(self) -> bool:
         """Whether the CUDA context is beyond repair, as after a device-side assert; always False on a CPU.

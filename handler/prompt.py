@@ -68,6 +68,7 @@ class PromptEncoder:
         remembered = lru_cache(maxsize=1024)(encode)  # robots repeat their instruction at every step
         self._encode = lambda text: remembered(text) if len(text) <= 512 else encode(text)
         self._start = (special["im_start"], *encode("user\n"))
+        self.lead = len(self._start) + 1  # tokens before the first image's, with its <|vision_start|>
         self._end = (special["im_end"], *encode("\n"))
 
     def __call__(self, instruction: str, image_tokens: Sequence[int]) -> list[int]:

@@ -84,11 +84,11 @@ def run(slots: Sequence[Slot], policy: Gr00tPolicy) -> None:
     for slot in slots:
         if slot.problem is None:
             for b, row in enumerate(slot.rows):
-                groups.setdefault(row.grids, []).append((slot, b))
+                groups.setdefault(policy.shape(row), []).append((slot, b))
     try:
         for places in groups.values():
-            for first in range(0, len(places), policy.limits.max_rows):
-                _answer(places[first : first + policy.limits.max_rows], policy)
+            for first in range(0, len(places), policy.rows_per_forward):
+                _answer(places[first : first + policy.rows_per_forward], policy)
     except ContextLost:
         for slot in slots:
             if slot.problem is None and len(slot.results) < len(slot.rows):

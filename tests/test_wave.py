@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from handler.observation import Limits
 from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
 from handler.wave import ContextLost, Slot, fill, run
@@ -99,7 +98,7 @@ def test_a_bad_request_is_not_in_the_forward(policy: Gr00tPolicy, monkeypatch: p
 def test_a_group_runs_in_chunks_of_max_rows(
     policy: Gr00tPolicy, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "limits", Limits(max_rows=2))
+    monkeypatch.setattr(policy, "rows_per_forward", 2)
     forwards = patched(policy, monkeypatch)
     run(slots, policy)
     assert forwards.calls == [[0, 1], [2, 3], [4]]

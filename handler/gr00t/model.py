@@ -670,11 +670,14 @@ class ActionEncoder(nn.Module):
 
     def forward(self, actions: Tensor, timestep: int, embodiment_id: Tensor) -> Tensor:
         x = self.W1(actions, embodiment_id)
-        half = x.shape[-1] // 2
-        freq = torch.exp(-math.log(1e4) * torch.arange(half, device=x.device, dtype=torch.float32) / half)
-        angle = timestep * freq
-        wave = torch.cat((angle.sin(), angle.cos())).to(x.dtype).expand_as(x)
+        wave = self.wave(timestep, x.shape[-1]).expand_as(x)
         return self.W3(F.silu(self.W2(torch.cat((x, wave), dim=-1), embodiment_id)), embodiment_id)
+
+    def wave(self, timestep: int, width: int) -> Tensor:
+        """The timestep as sines, then cosines: (width,)."""
+        half = width // 2
+        freq = torch.exp(-math.log(1e4) * torch.arange(half, device=self.W1.W.device, dtype=torch.float32) / half)
+        return torch.cat(((timestep * freq).sin(), (timestep * freq).cos())).to(self.W1.W.dtype)
 
 
 class ActionHead(nn.Module):

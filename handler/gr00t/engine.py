@@ -1,0 +1,506 @@
+"""GR00T N1.7 for one accelerator: the same network as `model`, fused, and replayed from CUDA graphs.
+
+`Fused` computes what `model.Gr00t` computes, for rows whose images have the same patch grids, with everything constant
+worked out beforehand: AdaLN scales and shifts of the four timesteps, the action encoder's time branch, rotary and
+position tables of a grid, and keys and values of the cross-attention once per forward. `Engine` captures it as CUDA
+graphs for a ladder of row counts and token lengths; a wave takes the smallest rung that holds it.
+
+Shapes: R rows of a rung, L tokens of a rung, H action steps, A action width, P patches of a row's images.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from handler.gr00t.kernels import add_norm, attend, gelu_linear, rope_, silu_mul
+from handler.gr00t.model import Gr00t, Grid, Vision, text_rotary, vision_rotary
+
+logger = logging.getLogger(__name__)
+
+Grids = tuple[Grid, ...]
+
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One forward's input, on the device; R and L are those of a rung.
+
+    Attributes:
+        pixels: uint8 (R, P, 3, patch, patch).
+        input_ids: int64 (R, L), right-padded; positions: int64 (3, R, L).
+        text_counts, counts: int32 (R,), each row's real tokens: those that are no image, and all.
+        state: (R, state_history_length * max_state_dim) float32.
+        embodiment: int64 (R,), into the engine's own weight sets.
+        noise: (R, H, A), in the model's dtype; velocity_scale: (R, H, 1) float32.
+    """
+
+    pixels: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    text_counts: Tensor
+    counts: Tensor
+    state: Tensor
+    embodiment: Tensor
+    noise: Tensor
+    velocity_scale: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a row's grids and token rung fix.
+
+    Attributes:
+        grids: of a row's images, in order; tables: per distinct grid its position table and rotary cos and sin.
+        image_index, text_index: int64, where the image tokens and all other tokens stand in a row of L.
+    """
+
+    grids: Grids
+    tables: dict[Grid, tuple[Tensor, Tensor, Tensor]]
+    image_index: Tensor
+    text_index: Tensor
+
+
+def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Linear layers over one input as one: (weight, bias)."""
+    weight = torch.cat([linear.weight for linear in linears])
+    return weight, None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+
+
+class Fused:
+    """The network with fused weights.
+
+    Args:
+        model: its weights are taken over, not copied, where they need no fusing.
+        embodiment_ids: the weight sets to keep, in the order that `Inputs.embodiment` counts.
+        lead: tokens of every prompt before its first image's.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: Gr00t, embodiment_ids: Sequence[int], lead: int) -> None:
+        c = self.config = model.config
+        self.lead = lead
+        qwen, head = model.backbone.model.model, model.action_head
+        self.vision: Vision = qwen.visual
+        self.dtype, self.device = head.vlln.weight.dtype, head.vlln.weight.device
+
+        self.embed = qwen.language_model.embed_tokens.weight
+        self.text = [
+            (
+                layer.input_layernorm,
+                fuse(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)[0],
+                (layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight, layer.self_attn.q_norm.eps),
+                layer.self_attn.o_proj.weight,
+                layer.post_attention_layernorm,
+                fuse(layer.mlp.gate_proj, layer.mlp.up_proj)[0],
+                layer.mlp.down_proj.weight,
+            )
+            for layer in qwen.language_model.layers
+        ]
+        self.vlln = head.vlln
+        self.vl = [(b.norm1, fuse(b.attn1.to_q, b.attn1.to_k, b.attn1.to_v), b.attn1.to_out[0], b.norm3, b.ff.net)
+                   for b in head.vl_self_attention.transformer_blocks]  # fmt: skip
+
+        dit = head.model
+        blocks = list(dit.transformer_blocks)
+        period = dit.text_period
+        self.text_layers = [i for i in range(0, len(blocks), 2) if i % period == 0]
+        self.image_layers = [i for i in range(0, len(blocks), 2) if i % period]
+        self.text_kv, self.image_kv = (
+            fuse(*(linear for i in layers for linear in (blocks[i].attn1.to_k, blocks[i].attn1.to_v)))
+            for layers in (self.text_layers, self.image_layers)
+        )
+        self.dit = [
+            (
+                fuse(b.attn1.to_q) if i % 2 == 0 else fuse(b.attn1.to_q, b.attn1.to_k, b.attn1.to_v),
+                b.attn1.to_out[0],
+                b.ff.net,
+            )
+            for i, b in enumerate(blocks)
+        ]
+        self.proj_out = dit.proj_out_2
+        # What the timesteps fix: each block's AdaLN, the output's, and the action encoder's time branch.
+        self.steps = [k * c.num_timestep_buckets // c.num_inference_timesteps for k in range(c.num_inference_timesteps)]
+        ids = torch.tensor(list(embodiment_ids), device=self.device)
+        encoder, decoder, states = head.action_encoder, head.action_decoder, head.state_encoder
+        width = encoder.W1.W.shape[-1]
+        self.ada: list[list[tuple[Tensor, Tensor]]] = []
+        times = []
+        for step in self.steps:
+            time_embedding = dit.timestep_encoder.timestep_embedder(step)
+            rows = []
+            for block in blocks:
+                scale, shift = block.norm1.linear(F.silu(time_embedding)).flatten().chunk(2)
+                rows.append((scale.contiguous(), shift.contiguous()))
+            shift, scale = dit.proj_out_1(F.silu(time_embedding)).flatten().chunk(2)
+            rows.append((scale.contiguous(), shift.contiguous()))
+            self.ada.append(rows)
+            wave = encoder.wave(step, width)
+            times.append(wave.float() @ encoder.W2.W[ids, width:].float() + encoder.W2.b[ids].float())
+        self.time_bias = torch.stack(times, dim=1).to(self.dtype)  # (embodiments, steps, width)
+        self.state_weights = [t[ids] for t in (states.layer1.W, states.layer1.b, states.layer2.W, states.layer2.b)]
+        self.action_weights = [
+            encoder.W1.W[ids], encoder.W1.b[ids], encoder.W2.W[ids, :width].contiguous(), encoder.W3.W[ids],
+            encoder.W3.b[ids], decoder.layer1.W[ids], decoder.layer1.b[ids], decoder.layer2.W[ids],
+            decoder.layer2.b[ids],
+        ]  # fmt: skip
+        self.position = head.position_embedding.weight[: c.action_horizon].contiguous()
+
+    # ---------------------------------------------------------------------------------------------------- constants
+
+    @torch.inference_mode()
+    def plan(self, grids: Grids, tokens: int) -> Plan:
+        """The constants of rows with these image grids, in a rung of so many tokens."""
+        c = self.config
+        tables = {}
+        for grid in dict.fromkeys(grids):
+            cos, sin = vision_rotary(grid, c.vision, self.device)
+            half = cos.shape[-1] // 2
+            position = self.vision.position(grid) + self.vision.patch_embed.proj.bias
+            tables[grid] = (position.to(self.dtype), cos[:, :half].contiguous(), sin[:, :half].contiguous())
+        image, at = [], self.lead
+        for h, w in grids:
+            count = h * w // c.vision.spatial_merge_size**2
+            image += list(range(at, at + count))
+            at += count + 2  # <|vision_end|> and the next image's <|vision_start|>
+        text = sorted(set(range(tokens)) - set(image))
+        return Plan(
+            grids, tables, torch.tensor(image, device=self.device), torch.tensor(text, device=self.device)
+        )
+
+    # ------------------------------------------------------------------------------------------------------ forward
+
+    @torch.inference_mode()
+    def forward(self, x: Inputs, plan: Plan) -> Tensor:
+        """R action chunks, normalised: (R, H, A) in the model's dtype."""
+        context = self._context(x, plan)
+        return self._denoise(x, context, plan)
+
+    def _images(self, x: Inputs, plan: Plan) -> tuple[Tensor, list[Tensor]]:
+        """Image tokens and DeepStack taps, each (R, image tokens of a row, width)."""
+        rows = x.pixels.shape[0]
+        frames = self.config.vision.temporal_patch_size
+        pixels = (x.pixels.float() - 127.5) / 127.5
+        pixels = pixels[:, :, :, None].expand(-1, -1, -1, frames, -1, -1).flatten(2).to(self.dtype)
+        sizes = [h * w for h, w in plan.grids]
+        pieces = pixels.split(sizes, dim=1)
+        done: dict[int, list[Tensor]] = {}
+        for grid, tables in plan.tables.items():
+            at = [j for j, g in enumerate(plan.grids) if g == grid]
+            joined = pixels if len(at) == len(sizes) else torch.cat([pieces[j] for j in at], dim=1)
+            outputs = [t.view(rows, len(at), -1, t.shape[-1]) for t in self._see(joined.flatten(0, 1), *tables)]
+            if len(at) == len(sizes):
+                tokens, *taps = (t.flatten(1, 2) for t in outputs)
+                return tokens, taps
+            for n, j in enumerate(at):
+                done[j] = [t[:, n] for t in outputs]
+        tokens, *taps = (torch.cat([done[j][k] for j in range(len(sizes))], dim=1) for k in range(len(done[0])))
+        return tokens, taps
+
+    def _see(self, pixels: Tensor, position: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        """The vision tower over images of one grid: pixels (N, values) -> [tokens, *taps], (N / 4, width) each."""
+        v, c = self.vision, self.config.vision
+        patches = position.shape[0]
+        x = F.linear(pixels, v.patch_embed.proj.weight.flatten(1))
+        blocks = list(v.blocks)
+        norm = blocks[0].norm1
+        y = add_norm(x, position, "layer", norm.weight, norm.bias, norm.eps)
+        taps = []
+        for i, block in enumerate(blocks):
+            qkv = F.linear(y, block.attn.qkv.weight, block.attn.qkv.bias)
+            rope_(qkv, cos, sin, c.num_heads, c.num_heads)
+            q, k, value = qkv.view(-1, patches, 3, c.num_heads, c.hidden_size // c.num_heads).transpose(1, 3).unbind(2)
+            attended = F.scaled_dot_product_attention(q, k, value).transpose(1, 2).reshape(x.shape)
+            norm = block.norm2
+            r = F.linear(attended, block.attn.proj.weight, block.attn.proj.bias)
+            y = add_norm(x, r, "layer", norm.weight, norm.bias, norm.eps)
+            r = gelu_linear(y, block.mlp.linear_fc1.weight, block.mlp.linear_fc1.bias)
+            r = F.linear(r, block.mlp.linear_fc2.weight, block.mlp.linear_fc2.bias)
+            norm = blocks[i + 1].norm1 if i + 1 < len(blocks) else v.merger.norm
+            y = add_norm(x, r, "layer", norm.weight, norm.bias, norm.eps)
+            if i in c.deepstack_visual_indexes:
+                merger = v.deepstack_merger_list[c.deepstack_visual_indexes.index(i)]
+                joined = x.view(-1, merger.joined)
+                taps.append(self._merge(add_norm(joined, None, "layer", merger.norm.weight, merger.norm.bias,
+                                                 merger.norm.eps), merger))  # fmt: skip
+        return [self._merge(y.view(-1, v.merger.joined), v.merger), *taps]
+
+    @staticmethod
+    def _merge(x: Tensor, merger: nn.Module) -> Tensor:
+        return merger.linear_fc2(F.gelu(merger.linear_fc1(x)))  # type: ignore[operator]
+
+    def _context(self, x: Inputs, plan: Plan) -> Tensor:
+        """Vision-language tokens as the action head sees them: (R * L, width)."""
+        c = self.config
+        tokens, taps = self._images(x, plan)
+        rows, length = x.input_ids.shape
+        embedded = F.embedding(x.input_ids, self.embed)
+        embedded.index_copy_(1, plan.image_index, tokens)
+        h = embedded.flatten(0, 1)
+        cos, sin = (t.flatten(0, 2)[:, : c.text.head_dim // 2].contiguous() for t in text_rotary(x.positions, c.text))
+        heads, kv_heads, dim = c.text.num_attention_heads, c.text.num_key_value_heads, c.text.head_dim
+        r: Tensor | None = None
+        for i, (norm1, qkv_weight, norms, out, norm2, gate_up, down) in enumerate(self.text):
+            if r is not None and i <= len(taps):
+                r.view(rows, length, -1).index_add_(1, plan.image_index, taps[i - 1])
+            qkv = F.linear(add_norm(h, r, "rms", norm1.weight, None, norm1.eps), qkv_weight)
+            rope_(qkv, cos, sin, heads, kv_heads, norms)
+            q, k, v = (
+                t.unflatten(1, (-1, dim)).unflatten(0, (rows, length)).transpose(1, 2)
+                for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+            )
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            r = F.linear(attended.transpose(1, 2).reshape(rows * length, -1), out)
+            y = add_norm(h, r, "rms", norm2.weight, None, norm2.eps)
+            r = F.linear(silu_mul(F.linear(y, gate_up)), down)
+        h = add_norm(h, r, "layer", self.vlln.weight, self.vlln.bias, self.vlln.eps)
+        r = None
+        vl_heads = c.vl_self_attention.num_attention_heads
+        for norm1, (weight, bias), to_out, norm3, ff in self.vl:
+            qkv = F.linear(add_norm(h, r, "layer", norm1.weight, norm1.bias, norm1.eps), weight, bias)
+            q, k, v = qkv.view(rows, length, 3, vl_heads, -1).unbind(2)
+            r = F.linear(attend(q, k, v, x.counts).flatten(0, 1), to_out.weight, to_out.bias)
+            y = add_norm(h, r, "layer", norm3.weight, norm3.bias, norm3.eps)
+            r = self._feed_forward(y, ff)
+        return h if r is None else h.add_(r)
+
+    @staticmethod
+    def _feed_forward(y: Tensor, ff: nn.Module) -> Tensor:
+        first, last = ff[0].proj, ff[2]  # type: ignore[index]
+        return F.linear(gelu_linear(y, first.weight, first.bias), last.weight, last.bias)
+
+    def _denoise(self, x: Inputs, context: Tensor, plan: Plan) -> Tensor:
+        """Four Euler steps from noise."""
+        c = self.config
+        rows, length = x.input_ids.shape
+        heads = c.dit.num_attention_heads
+        context = context.view(rows, length, -1)
+        kv: dict[int, tuple[Tensor, Tensor]] = {}
+        for layers, index, (weight, bias) in (
+            (self.text_layers, plan.text_index, self.text_kv),
+            (self.image_layers, plan.image_index, self.image_kv),
+        ):
+            joined = F.linear(context.index_select(1, index), weight, bias)
+            parts = joined.view(rows, len(index), len(layers), 2, heads, -1).unbind(2)
+            for layer, part in zip(layers, parts, strict=True):
+                kv[layer] = (part[:, :, 0], part[:, :, 1])
+        w1, b1, w2, w3, b3, d1, e1, d2, e2 = (t[x.embodiment] for t in self.action_weights)
+        s1, t1, s2, t2 = (t[x.embodiment] for t in self.state_weights)
+        time_bias = self.time_bias[x.embodiment]
+        state = F.relu(torch.baddbmm(t1[:, None], x.state[:, None].to(self.dtype), s1))
+        state = torch.baddbmm(t2[:, None], state, s2)
+        b3 = b3[:, None] + self.position
+        speed = (x.velocity_scale / len(self.steps)).to(self.dtype)
+        actions = x.noise
+        for step in range(len(self.steps)):
+            trajectory = torch.baddbmm(b1[:, None], actions, w1)
+            trajectory = F.silu(torch.baddbmm(time_bias[:, step, None], trajectory, w2))
+            h = torch.cat((state, torch.baddbmm(b3, trajectory, w3)), dim=1).flatten(0, 1)
+            r: Tensor | None = None
+            for i, ((weight, bias), to_out, ff) in enumerate(self.dit):
+                y = add_norm(h, r, "ada", *self.ada[step][i])
+                projected = F.linear(y, weight, bias)
+                if i % 2:
+                    q, k, v = projected.view(rows, -1, 3, heads, c.dit.attention_head_dim).unbind(2)
+                else:
+                    q, (k, v) = projected.view(rows, -1, heads, c.dit.attention_head_dim), kv[i]
+                if i % 2 == 0 and i in self.text_layers:
+                    attended = attend(q, k, v, x.text_counts)
+                else:
+                    attended = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+                    attended = attended.transpose(1, 2).flatten(2)
+                r = F.linear(attended.flatten(0, 1), to_out.weight, to_out.bias)
+                r = self._feed_forward(add_norm(h, r, "layer"), ff)
+            y = add_norm(h, r, "ada", *self.ada[step][-1], eps=1e-6)
+            hidden = F.linear(y, self.proj_out.weight, self.proj_out.bias).view(rows, -1, self.proj_out.out_features)
+            velocity = torch.baddbmm(e1[:, None], hidden[:, 1:], d1)
+            velocity = torch.baddbmm(e2[:, None], F.relu(velocity), d2)
+            actions = torch.addcmul(actions, velocity, speed)
+        return actions
+
+
+# ------------------------------------------------------------------------------------------------------------ graphs
+
+ROW_RUNGS = (1, 2, 4, 8, 16, 32, 64, 128)
+TEXT_RUNGS = (32, 64, 128, 256, 512)  # room for a row's tokens that are no image
+
+
+def rung_of(count: int, rungs: Sequence[int]) -> int | None:
+    """The smallest rung that holds `count`, or None beyond the last."""
+    return next((rung for rung in rungs if rung >= count), None)
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One row on the host: arrays that `Inputs` joins.
+
+    patches: uint8 (P, 3, patch, patch); input_ids: int64 (L,); positions: int64 (3, L); state: float32; embodiment: the
+    index into the engine's weight sets; seed, prefix (overlap, A) or None, velocity_scale (H,) or None: see `policy`.
+    """
+
+    patches: NDArray[np.uint8]
+    input_ids: NDArray[np.int64]
+    positions: Tensor
+    state: NDArray[np.float32]
+    embodiment: int
+    seed: int
+    prefix: NDArray[np.float32] | None
+    velocity_scale: Tensor | None
+
+
+class Buffers:
+    """A rung's inputs, packed: one pinned host block, one device block, and views of both, so one copy moves all."""
+
+    def __init__(self, fused: Fused, rows: int, tokens: int, patches: int) -> None:
+        c = fused.config
+        side = c.vision.patch_size
+        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "pixels": ((rows, patches, 3, side, side), torch.uint8),
+            "input_ids": ((rows, tokens), torch.int64),
+            "positions": ((3, rows, tokens), torch.int64),
+            "text_counts": ((rows,), torch.int32),
+            "counts": ((rows,), torch.int32),
+            "state": ((rows, c.state_history_length * c.max_state_dim), torch.float32),
+            "embodiment": ((rows,), torch.int64),
+            "velocity_scale": ((rows, c.action_horizon, 1), torch.float32),
+        }
+        sizes = {name: -(-math.prod(shape) * dtype.itemsize // 256) * 256 for name, (shape, dtype) in fields.items()}
+        cuda = fused.device.type == "cuda"
+        self.host = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=cuda)
+        self.block = torch.zeros_like(self.host, device=fused.device)
+        views, at = [], 0
+        for block in (self.host, self.block):
+            named, at = {}, 0
+            for name, (shape, dtype) in fields.items():
+                piece = block[at : at + math.prod(shape) * dtype.itemsize]
+                named[name] = piece.view(dtype).view(shape)
+                at += sizes[name]
+            views.append(named)
+        self.on_host = views[0]
+        noise = torch.zeros(rows, c.action_horizon, c.max_action_dim, dtype=fused.dtype, device=fused.device)
+        self.inputs = Inputs(noise=noise, **views[1])
+        # Rows that a wave does not fill compute whatever the last wave left; here, before the first, one token.
+        for name in ("text_counts", "counts"):
+            self.on_host[name].fill_(1)
+        self.on_host["velocity_scale"].fill_(1)
+        self.block.copy_(self.host)
+
+    def load(self, rows: Sequence[HostRow], images: int, generator: torch.Generator) -> None:
+        """Puts `rows` into the first places, and starts their way to the device."""
+        host, noise = self.on_host, self.inputs.noise
+        for b, row in enumerate(rows):
+            length = len(row.input_ids)
+            host["pixels"][b].numpy()[...] = row.patches
+            host["input_ids"][b, :length] = torch.from_numpy(row.input_ids)
+            host["positions"][:, b, :length] = row.positions
+            host["counts"][b], host["text_counts"][b] = length, length - images
+            host["state"][b] = torch.from_numpy(row.state)
+            host["embodiment"][b] = row.embodiment
+            host["velocity_scale"][b, :, 0] = 1.0 if row.velocity_scale is None else row.velocity_scale
+        self.block.copy_(self.host, non_blocking=True)
+        for b, row in enumerate(rows):
+            # Each row alone, as the reference draws a single row: (1, H, A) on the device, in the compute dtype.
+            generator.manual_seed(row.seed)
+            torch.randn((1, *noise.shape[1:]), generator=generator, out=noise[b : b + 1])
+            if row.prefix is not None:
+                noise[b, : len(row.prefix)] = torch.from_numpy(row.prefix).to(noise.device, noise.dtype)
+
+
+@dataclass
+class Rung:
+    """A captured forward: its inputs, its graph, and where its answer appears."""
+
+    buffers: Buffers
+    graph: torch.cuda.CUDAGraph
+    chunks: Tensor  # float32 (R, H, A) on the device
+    answer: Tensor  # the same, pinned on the host
+
+
+class Engine:
+    """Runs rows of one set of grids, from graphs where a rung holds them.
+
+    Args:
+        fused: the network.
+        max_rows: the largest row rung.
+        max_graphs: captured forwards to keep; the least recently used goes first.
+    """
+
+    def __init__(self, fused: Fused, max_rows: int, max_graphs: int = 128) -> None:
+        self.fused, self.max_graphs = fused, max_graphs
+        self.row_rungs = [rung for rung in ROW_RUNGS if rung <= max_rows]
+        self.row_rungs += [] if self.row_rungs[-1] == max_rows else [max_rows]
+        self.rungs: OrderedDict[tuple[Grids, int, int], Rung] = OrderedDict()
+        self.captures = 0
+        self.generator = torch.Generator(fused.device)
+        self._pool: tuple[int, int] | None = None
+
+    def images(self, grids: Grids) -> int:
+        """Image tokens of a row with these grids."""
+        return sum(h * w for h, w in grids) // self.fused.config.vision.spatial_merge_size**2
+
+    def tokens(self, grids: Grids, length: int) -> int:
+        """The token rung of rows of at most `length` tokens; beyond the last, their own length."""
+        images = self.images(grids)
+        rung = rung_of(length - images, TEXT_RUNGS)
+        return length if rung is None else images + rung
+
+    def warm_up(self, grids: Grids) -> None:
+        """Captures the whole ladder for rows with these grids."""
+        start = time.perf_counter()
+        for text in reversed(TEXT_RUNGS):  # the largest first, so that the others fit into its memory
+            for rows in reversed(self.row_rungs):
+                self._capture((grids, rows, self.images(grids) + text))
+            logger.info("captured %d tokens, up to %d rows, after %.1f s", self.images(grids) + text,
+                        self.row_rungs[-1], time.perf_counter() - start)  # fmt: skip
+
+    def __call__(self, rows: Sequence[HostRow], grids: Grids, fixed_rows: int | None = None) -> NDArray[np.float32]:
+        """The rows' chunks, normalised: (n, H, A) float32 on the host. `fixed_rows` names the row rung to use."""
+        tokens = self.tokens(grids, max(len(row.input_ids) for row in rows))
+        wanted = fixed_rows or rung_of(len(rows), self.row_rungs) or len(rows)
+        key = (grids, wanted, tokens)
+        rung = self.rungs.get(key)
+        if rung is None:
+            # A shape that is new: this wave must not wait for a capture, so it runs as it is; the next will replay.
+            buffers = Buffers(self.fused, wanted, tokens, sum(h * w for h, w in grids))
+            buffers.load(rows, self.images(grids), self.generator)
+            out = self.fused.forward(buffers.inputs, self.fused.plan(grids, tokens)).float().cpu().numpy()[: len(rows)]
+            if tokens - self.images(grids) in TEXT_RUNGS and wanted in self.row_rungs:
+                self._capture(key)
+            return out
+        self.rungs.move_to_end(key)
+        rung.buffers.load(rows, self.images(grids), self.generator)
+        rung.graph.replay()
+        rung.answer.copy_(rung.chunks, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return rung.answer.numpy()[: len(rows)].copy()
+
+    def _capture(self, key: tuple[Grids, int, int]) -> None:
+        if self.fused.device.type != "cuda" or key in self.rungs:
+            return
+        grids, rows, tokens = key
+        plan = self.fused.plan(grids, tokens)
+        buffers = Buffers(self.fused, rows, tokens, sum(h * w for h, w in grids))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # once outside the graph: Triton compiles, cuBLAS takes its workspace
+            self.fused.forward(buffers.inputs, plan)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool):
+            chunks = self.fused.forward(buffers.inputs, plan).float()
+        self._pool = self._pool or graph.pool()
+        answer = torch.empty(chunks.shape, dtype=torch.float32, pin_memory=True)
+        self.rungs[key] = Rung(buffers, graph, chunks, answer)
+        self.captures += 1
+        while len(self.rungs) > self.max_graphs:
+            self.rungs.popitem(last=False)
