@@ -8,6 +8,7 @@ together they are the contract that observations are checked against. Arithmetic
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -96,11 +97,11 @@ class ActionGroup:
     clip: bool
 
     def decode(self, normalized: Float32, reference: Float32 | None) -> Float32:
-        """(H, width) as the model predicts it -> (H, width) float32 in physical units.
+        """(..., H, width) as the model predicts it -> the same shape, float32, in physical units.
 
-        reference: (width,), the last row of state `relative_to`.
+        reference: (..., 1, width), the last row of state `relative_to`.
         """
-        steps = len(normalized)
+        steps = normalized.shape[-2]
         if self.method == "mean_std":
             std, mean = _rows(self.std, steps), _rows(self.mean, steps)
             physical = np.where(std != 0, normalized * std + mean, normalized)
@@ -114,7 +115,10 @@ class ActionGroup:
         return _from_matrix(_to_matrix(reference, self.pose) @ _to_matrix(physical, self.pose), self.pose)
 
     def encode(self, physical: Float32, reference: Float32 | None) -> Float32:
-        """The inverse of `decode`, for the first rows of a chunk: (n, width) physical units -> (n, width) float32."""
+        """The inverse of `decode`, for the first rows of a chunk: (n, width) physical units -> (n, width) float32.
+
+        reference: (1, width).
+        """
         steps = len(physical)
         values: NDArray[Any] = physical
         if reference is not None and not self.pose:
@@ -217,16 +221,45 @@ class Embodiment:
         """{key: (T, width)} -> (T, max_state_dim), normalised, zero-padded."""
         out = np.zeros((self.state_steps, max_state_dim), np.float32)
         if not self.exclude_state:
-            encoded = np.concatenate([group.encode(state[group.key]) for group in self.states], axis=-1)
-            out[:, : encoded.shape[-1]] = encoded
+            start = 0
+            for group, keys in self._joined_states:
+                encoded = group.encode(np.concatenate([state[key] for key in keys], axis=-1))
+                out[:, start : start + encoded.shape[-1]] = encoded
+                start += encoded.shape[-1]
         return out
 
+    @cached_property
+    def _joined_states(self) -> list[tuple[StateGroup, list[str]]]:
+        """Neighbouring groups of one method as one, so that NumPy is called once for them."""
+        joined: list[tuple[StateGroup, list[str]]] = []
+        for group in self.states:
+            last = joined[-1][0] if joined else None
+            if last is None or last.method != group.method or group.method == "sin_cos":
+                joined.append((group, [group.key]))
+                continue
+            statistics = {
+                name: np.concatenate(
+                    [
+                        np.broadcast_to(getattr(g, name), (self.state_steps, g.width))
+                        for g in (last, group)
+                    ],
+                    axis=-1,
+                )
+                for name in ("low", "high", "mean", "std")
+            }
+            joined[-1] = (
+                StateGroup("", last.width + group.width, group.method, **statistics, clip=group.clip),
+                [*joined[-1][1], group.key],
+            )
+        return joined
+
     def decode_action(self, chunk: Float32, state: dict[str, Float32]) -> dict[str, Float32]:
-        """(H, max_action_dim) as predicted, and the raw state {key: (T, width)} -> {key: (horizon, width)}."""
+        """(..., H, max_action_dim) as predicted, and the raw state {key: (..., T, width)} -> {key: (..., horizon, width)}.
+        """
         out, start = {}, 0
         for group in self.actions:
-            reference = None if group.relative_to is None else state[group.relative_to][-1]
-            out[group.key] = group.decode(chunk[: self.horizon, start : start + group.width], reference)
+            reference = None if group.relative_to is None else state[group.relative_to][..., -1:, :]
+            out[group.key] = group.decode(chunk[..., : self.horizon, start : start + group.width], reference)
             start += group.width
         return out
 
@@ -238,7 +271,7 @@ class Embodiment:
         """
         out, start = np.zeros((len(next(iter(rows.values()))), width), np.float32), 0
         for group in self.actions:
-            reference = None if group.relative_to is None else state[group.relative_to][-1]
+            reference = None if group.relative_to is None else state[group.relative_to][-1:]
             with np.errstate(over="ignore"):
                 out[:, start : start + group.width] = group.encode(rows[group.key], reference)
             start += group.width

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,18 @@ from numpy.typing import NDArray
 from handler.embodiment import Embodiment, Float32, load_embodiments
 from handler.gr00t.checkpoint import CheckpointError, content_hash, load_model, read_json, weight_files
 from handler.gr00t.engine import TEXT_RUNGS, Engine, Fused, HostRow, rung_of
-from handler.gr00t.model import Batch, Grid, mrope_positions, velocity_scale
+from handler.gr00t.model import Batch, Grid, cut_patches, mrope_positions, velocity_scale
 from handler.observation import Limits, Observation, check
 from handler.problem import Problem
 from handler.prompt import PromptEncoder, load_tokenizer
-from handler.transforms import ImageRecipe, image_grid, patches
+from handler.transforms import ImageRecipe, image_grid, model_frame
 from handler.wire import pointer
 
 logger = logging.getLogger(__name__)
 
 Actions = dict[str, Float32]
 
+UNKNOWN = Problem(500, "the network's answer to this observation is not finite; no action is sent")
 REPRODUCIBLE_ROWS = 8  # the one row count of reproducible mode
 
 
@@ -42,7 +44,7 @@ class Row:
     Attributes:
         embodiment: chooses the weight set and how the chunk is decoded.
         grids: patch grids of its images, in (timestep, camera) order; rows join one forward when these agree.
-        patches: uint8 (P, 3, patch, patch) of all its images.
+        frames: its images as the network sees them, uint8 (h, w, 3) each, in that order.
         input_ids, positions: int64 (L,) and (3, L).
         state: float32 (T * max_state_dim,), normalised.
         raw_state: {key: float32 (T, width)}, physical units; relative actions refer to its last row.
@@ -54,9 +56,9 @@ class Row:
 
     embodiment: Embodiment
     grids: tuple[Grid, ...]
-    patches: NDArray[np.uint8]
+    frames: list[NDArray[np.uint8]]
     input_ids: NDArray[np.int64]
-    positions: torch.Tensor
+    positions: NDArray[np.int64]
     state: Float32
     raw_state: dict[str, Float32]
     seed: int
@@ -133,6 +135,7 @@ class Gr00tPolicy:
             del self.model  # the engine has what it needs, and other embodiments' weights go
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+        self.tokens = lru_cache(maxsize=1024)(self._tokens)  # robots repeat their instruction at every step
         self.load_seconds = time.perf_counter() - start
 
     def _load_processor(self, folder: Path, tag: str | None) -> None:
@@ -208,7 +211,7 @@ class Gr00tPolicy:
         seed = secrets.randbits(32) if observation.seed is None else observation.seed
         rows = []
         for b, instruction in enumerate(observation.instructions):
-            ids = self.encode_prompt(instruction, image_tokens)
+            ids, positions = self.tokens(instruction, row_grids)
             if len(ids) > self.limits.max_tokens:
                 largest = e.cameras[int(np.argmax(image_tokens)) % len(e.cameras)]
                 blame = "language" if len(ids) > 2 * sum(image_tokens) else f"video.{largest}"
@@ -237,17 +240,13 @@ class Gr00tPolicy:
                 Row(
                     embodiment=e,
                     grids=row_grids,
-                    patches=np.concatenate(
-                        [
-                            patches(observation.video[camera][b, t], self.recipe, c.vision)
-                            for t in range(e.frames)
-                            for camera in e.cameras
-                        ]
-                    ),
-                    input_ids=np.array(ids),
-                    positions=mrope_positions(
-                        torch.tensor(ids) == c.image_token_id, row_grids, c.vision.spatial_merge_size
-                    ),
+                    frames=[
+                        model_frame(observation.video[camera][b, t], self.recipe)
+                        for t in range(e.frames)
+                        for camera in e.cameras
+                    ],
+                    input_ids=ids,
+                    positions=positions,
                     state=state.reshape(-1),
                     raw_state=raw_state,
                     seed=seed + b,
@@ -258,6 +257,14 @@ class Gr00tPolicy:
             )
         return rows
 
+    def _tokens(self, instruction: str, grids: tuple[Grid, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Token ids (L,) and positions (3, L) of an instruction after images with these grids."""
+        c = self.config
+        merge = c.vision.spatial_merge_size
+        ids = torch.tensor(self.encode_prompt(instruction, [h * w // merge**2 for h, w in grids]))
+        positions = mrope_positions(ids == c.image_token_id, grids, merge)
+        return ids.numpy(), positions.numpy()
+
     def predict(self, rows: Sequence[Row]) -> list[Actions | Problem]:
         """ONE forward over rows that may differ in embodiment, prompt length and options.
 
@@ -266,17 +273,21 @@ class Gr00tPolicy:
             not finite.
         """
         chunks = self._run_engine(rows) if self.engine else self._run_model(rows)
-        out: list[Actions | Problem] = []
-        for row, chunk in zip(rows, chunks, strict=True):
-            actions = row.embodiment.decode_action(chunk, row.raw_state)
-            for key, value in row.frozen.items():
-                # The network kept them, but normalised, and so clipped to the statistics' range; the robot is already
-                # on its way along these very rows.
-                actions[key][: len(value)] = value
-            if np.isfinite(chunk).all() and all(np.isfinite(value).all() for value in actions.values()):
-                out.append(actions)
-            else:
-                out.append(Problem(500, "the network's answer to this observation is not finite; no action is sent"))
+        out: list[Actions | Problem] = [UNKNOWN] * len(rows)
+        for embodiment in {id(row.embodiment): row.embodiment for row in rows}.values():
+            at = [b for b, row in enumerate(rows) if row.embodiment is embodiment]
+            states = {g.key: np.stack([rows[b].raw_state[g.key] for b in at]) for g in embodiment.states}
+            joined = embodiment.decode_action(chunks[at], states)
+            finite = np.isfinite(chunks[at]).all(axis=(1, 2))
+            for value in joined.values():
+                finite &= np.isfinite(value).all(axis=(1, 2))
+            for n, b in enumerate(at):
+                if finite[n]:
+                    out[b] = actions = {key: value[n] for key, value in joined.items()}
+                    for key, frozen in rows[b].frozen.items():
+                        # The network kept them, but normalised, and so clipped to the statistics' range; the robot is
+                        # already on its way along these very rows.
+                        actions[key][: len(frozen)] = frozen
         return out
 
     def shape(self, row: Row) -> Any:
@@ -304,7 +315,7 @@ class Gr00tPolicy:
             at = [b for b, row in enumerate(rows) if row.grids == grids]
             hosts = [
                 HostRow(
-                    row.patches, row.input_ids, row.positions, row.state, self.weight_set[row.embodiment.id], row.seed,
+                    row.frames, row.input_ids, row.positions, row.state, self.weight_set[row.embodiment.id], row.seed,
                     row.prefix, None if row.prefix is None else self._velocity_scale(row),
                 )
                 for row in (rows[b] for b in at)
@@ -347,7 +358,7 @@ class Gr00tPolicy:
         scale = torch.ones(len(rows), c.action_horizon, 1)
         for b, row in enumerate(rows):
             ids[b, : lengths[b]] = row.input_ids
-            positions[:, b, : lengths[b]] = row.positions
+            positions[:, b, : lengths[b]] = torch.from_numpy(row.positions)
             # Each row alone, as the reference draws a single row: (1, H, A) on the device, in the compute dtype.
             generator = torch.Generator(device).manual_seed(row.seed)
             noise[b] = torch.randn((1, *noise.shape[1:]), generator=generator, device=device, dtype=dtype)[0]
@@ -360,18 +371,18 @@ class Gr00tPolicy:
             positions=positions.to(device),
             lengths=lengths,
             grids=[row.grids for row in rows],
-            pixels=self._pixels(np.concatenate([row.patches for row in rows])),
+            pixels=torch.cat(
+                [
+                    cut_patches(torch.from_numpy(frame).to(device)[None], c.vision, dtype)[0]
+                    for row in rows
+                    for frame in row.frames
+                ]
+            ),
             state=torch.from_numpy(np.stack([row.state for row in rows])).to(device, dtype),
             embodiment_id=torch.tensor([row.embodiment.id for row in rows], device=device),
             noise=noise,
             velocity_scale=scale.to(device, dtype),
         )
-
-    def _pixels(self, values: NDArray[np.uint8]) -> torch.Tensor:
-        """uint8 (P, 3, p, p) -> (P, 3 * t * p * p) in [-1, 1]: the still image fills the temporal patch."""
-        pixels = (torch.from_numpy(values).to(self.device).float() - 127.5) / 127.5
-        frames = self.config.vision.temporal_patch_size
-        return pixels[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1).to(self.dtype)
 
     # ---------------------------------------------------------------------------------------------------- the rest
 

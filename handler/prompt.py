@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -65,8 +64,7 @@ class PromptEncoder:
         def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
-        remembered = lru_cache(maxsize=1024)(encode)  # robots repeat their instruction at every step
-        self._encode = lambda text: remembered(text) if len(text) <= 512 else encode(text)
+        self._encode = encode
         self._start = (special["im_start"], *encode("user\n"))
         self.lead = len(self._start) + 1  # tokens before the first image's, with its <|vision_start|>
         self._end = (special["im_end"], *encode("\n"))

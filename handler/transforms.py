@@ -1,7 +1,7 @@
-"""Camera frames to vision patches, exactly as the checkpoint was trained: resize, crop, resize, Qwen's own resize.
+"""Camera frames as the checkpoint was trained to see them: resize, crop, resize, then Qwen's own resize.
 
-The recipe keeps the aspect ratio, so an image's patch grid depends on the camera. The result is uint8; scaling to
-[-1, 1] happens on the model's device.
+The recipe keeps the aspect ratio, so an image's patch grid depends on the camera. The result is uint8; cutting it into
+patches and scaling to [-1, 1] happens on the model's device (`model.cut_patches`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from handler.gr00t.model import Grid, VisionConfig
 
 Image = NDArray[np.uint8]  # (height, width, 3) RGB
+
+cv2.setNumThreads(1)  # frames are small and come many at a time: the caller's threads do better than OpenCV's
 
 # Qwen3-VL's image processor, size {shortest_edge, longest_edge}: bounds on an image's area in pixels.
 MIN_PIXELS, MAX_PIXELS = 65536, 16777216
@@ -122,7 +124,7 @@ class ImageRecipe:
         (height, width), (h, w) = frame.shape[:2], size
         if self.albumentations:
             top, left = (height - h) // 2, (width - w) // 2
-            return np.ascontiguousarray(frame[top : top + h, left : left + w])
+            return frame[top : top + h, left : left + w]
         # torchvision's CenterCrop: pads with black where the crop is larger, and rounds the offset.
         top, left = max(h - height, 0) // 2, max(w - width, 0) // 2
         frame = np.pad(
@@ -136,7 +138,8 @@ def interpolate(frame: Image, size: tuple[int, int], mode: str) -> Image:
     """Antialiased uint8 resize, "bilinear" or "bicubic", as torchvision does it on the CPU."""
     if frame.shape[:2] == size:
         return frame
-    planes = torch.from_numpy(np.ascontiguousarray(frame.transpose(2, 0, 1)))[None]
+    # A permuted view is the channels-last layout, which PyTorch resizes without a copy on either side.
+    planes = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None]
     out = F.interpolate(planes, size, mode=mode, antialias=True, align_corners=False)[0]
     return np.ascontiguousarray(out.permute(1, 2, 0).numpy())
 
@@ -169,11 +172,7 @@ def image_grid(frame_size: tuple[int, int], recipe: ImageRecipe, vision: VisionC
     return height // vision.patch_size, width // vision.patch_size
 
 
-def patches(frame: Image, recipe: ImageRecipe, vision: VisionConfig) -> NDArray[np.uint8]:
-    """(H, W, 3) -> (rows * columns, 3, patch, patch), merge block by merge block, the order the vision tower reads."""
+def model_frame(frame: Image, recipe: ImageRecipe) -> Image:
+    """A camera's frame as the vision tower sees it, before it is cut into patches: (H, W, 3) -> (h, w, 3)."""
     frame = recipe(frame)
-    frame = interpolate(frame, qwen_size(*frame.shape[:2]), "bicubic")
-    p, m = vision.patch_size, vision.spatial_merge_size
-    rows, columns = frame.shape[0] // p, frame.shape[1] // p
-    blocks = frame.reshape(rows // m, m, p, columns // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-    return np.ascontiguousarray(blocks.reshape(rows * columns, 3, p, p))
+    return interpolate(frame, qwen_size(*frame.shape[:2]), "bicubic")

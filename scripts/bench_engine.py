@@ -89,7 +89,7 @@ def work(policy: Gr00tPolicy, row: Row) -> tuple[float, float, float]:
     """(FLOPs of a row, bytes of weights read once, bytes of DiT weights), products of weights only."""
     c = policy.config
     v, t = c.vision, c.text
-    patches, tokens = len(row.patches), len(row.input_ids)
+    patches, tokens = sum(h * w for h, w in row.grids), len(row.input_ids)
     images = patches // v.spatial_merge_size**2
     joined = v.hidden_size * v.spatial_merge_size**2
     vision = v.depth * (4 * v.hidden_size**2 + 2 * v.hidden_size * v.intermediate_size)

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from handler.gr00t.model import VisionConfig
-from handler.transforms import MAX_PIXELS, ImageRecipe, image_grid, interpolate, patches, qwen_size
+from handler.transforms import MAX_PIXELS, ImageRecipe, image_grid, interpolate, model_frame, qwen_size
 
 VISION = VisionConfig()
 # height, width, seed, shortest edge, crop, letterbox, shape, sha256: what the training code made of these images.

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from handler.gr00t.kernels import add_norm, attend, gelu_linear, rope_, silu_mul
-from handler.gr00t.model import Gr00t, Grid, Vision, text_rotary, vision_rotary
+from handler.gr00t.model import Gr00t, Grid, Vision, VisionConfig, cut_patches, text_rotary, vision_rotary
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Inputs:
     """One forward's input, on the device; R and L are those of a rung.
 
     Attributes:
-        pixels: uint8 (R, P, 3, patch, patch).
+        frames: uint8 (R, values): a row's images, (h, w, 3) each, one after the other.
         input_ids: int64 (R, L), right-padded; positions: int64 (3, R, L).
         text_counts, counts: int32 (R,), each row's real tokens: those that are no image, and all.
         state: (R, state_history_length * max_state_dim) float32.
@@ -45,7 +45,7 @@ class Inputs:
         noise: (R, H, A), in the model's dtype; velocity_scale: (R, H, 1) float32.
     """
 
-    pixels: Tensor
+    frames: Tensor
     input_ids: Tensor
     positions: Tensor
     text_counts: Tensor
@@ -69,6 +69,11 @@ class Plan:
     tables: dict[Grid, tuple[Tensor, Tensor, Tensor]]
     image_index: Tensor
     text_index: Tensor
+
+
+def frame_values(grids: Grids, vision: VisionConfig) -> list[int]:
+    """How many uint8 values each image of these grids has."""
+    return [h * w * vision.patch_size**2 * vision.in_channels for h, w in grids]
 
 
 def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -188,23 +193,21 @@ class Fused:
 
     def _images(self, x: Inputs, plan: Plan) -> tuple[Tensor, list[Tensor]]:
         """Image tokens and DeepStack taps, each (R, image tokens of a row, width)."""
-        rows = x.pixels.shape[0]
-        frames = self.config.vision.temporal_patch_size
-        pixels = (x.pixels.float() - 127.5) / 127.5
-        pixels = pixels[:, :, :, None].expand(-1, -1, -1, frames, -1, -1).flatten(2).to(self.dtype)
-        sizes = [h * w for h, w in plan.grids]
-        pieces = pixels.split(sizes, dim=1)
+        rows, vision = x.frames.shape[0], self.config.vision
+        pieces = x.frames.split(frame_values(plan.grids, vision), dim=1)
         done: dict[int, list[Tensor]] = {}
         for grid, tables in plan.tables.items():
             at = [j for j, g in enumerate(plan.grids) if g == grid]
-            joined = pixels if len(at) == len(sizes) else torch.cat([pieces[j] for j in at], dim=1)
-            outputs = [t.view(rows, len(at), -1, t.shape[-1]) for t in self._see(joined.flatten(0, 1), *tables)]
-            if len(at) == len(sizes):
+            joined = x.frames if len(at) == len(pieces) else torch.cat([pieces[j] for j in at], dim=1)
+            frames = joined.view(-1, grid[0] * vision.patch_size, grid[1] * vision.patch_size, vision.in_channels)
+            pixels = cut_patches(frames, vision, self.dtype).flatten(0, 1)
+            outputs = [t.view(rows, len(at), -1, t.shape[-1]) for t in self._see(pixels, *tables)]
+            if len(at) == len(pieces):
                 tokens, *taps = (t.flatten(1, 2) for t in outputs)
                 return tokens, taps
             for n, j in enumerate(at):
                 done[j] = [t[:, n] for t in outputs]
-        tokens, *taps = (torch.cat([done[j][k] for j in range(len(sizes))], dim=1) for k in range(len(done[0])))
+        tokens, *taps = (torch.cat([done[j][k] for j in range(len(pieces))], dim=1) for k in range(len(done[0])))
         return tokens, taps
 
     def _see(self, pixels: Tensor, position: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
@@ -344,13 +347,13 @@ def rung_of(count: int, rungs: Sequence[int]) -> int | None:
 class HostRow:
     """One row on the host: arrays that `Inputs` joins.
 
-    patches: uint8 (P, 3, patch, patch); input_ids: int64 (L,); positions: int64 (3, L); state: float32; embodiment: the
+    frames: uint8 (h, w, 3) each; input_ids: int64 (L,); positions: int64 (3, L); state: float32; embodiment: the
     index into the engine's weight sets; seed, prefix (overlap, A) or None, velocity_scale (H,) or None: see `policy`.
     """
 
-    patches: NDArray[np.uint8]
+    frames: list[NDArray[np.uint8]]
     input_ids: NDArray[np.int64]
-    positions: Tensor
+    positions: NDArray[np.int64]
     state: NDArray[np.float32]
     embodiment: int
     seed: int
@@ -361,11 +364,11 @@ class HostRow:
 class Buffers:
     """A rung's inputs, packed: one pinned host block, one device block, and views of both, so one copy moves all."""
 
-    def __init__(self, fused: Fused, rows: int, tokens: int, patches: int) -> None:
+    def __init__(self, fused: Fused, rows: int, tokens: int, grids: Grids) -> None:
         c = fused.config
-        side = c.vision.patch_size
+        self.values = frame_values(grids, c.vision)
         fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "pixels": ((rows, patches, 3, side, side), torch.uint8),
+            "frames": ((rows, sum(self.values)), torch.uint8),
             "input_ids": ((rows, tokens), torch.int64),
             "positions": ((3, rows, tokens), torch.int64),
             "text_counts": ((rows,), torch.int32),
@@ -386,13 +389,13 @@ class Buffers:
                 named[name] = piece.view(dtype).view(shape)
                 at += sizes[name]
             views.append(named)
-        self.on_host = views[0]
+        self.on_host = {name: view.numpy() for name, view in views[0].items()}
         noise = torch.zeros(rows, c.action_horizon, c.max_action_dim, dtype=fused.dtype, device=fused.device)
         self.inputs = Inputs(noise=noise, **views[1])
         # Rows that a wave does not fill compute whatever the last wave left; here, before the first, one token.
         for name in ("text_counts", "counts"):
-            self.on_host[name].fill_(1)
-        self.on_host["velocity_scale"].fill_(1)
+            self.on_host[name][:] = 1
+        self.on_host["velocity_scale"][:] = 1
         self.block.copy_(self.host)
 
     def load(self, rows: Sequence[HostRow], images: int, generator: torch.Generator) -> None:
@@ -400,11 +403,14 @@ class Buffers:
         host, noise = self.on_host, self.inputs.noise
         for b, row in enumerate(rows):
             length = len(row.input_ids)
-            host["pixels"][b].numpy()[...] = row.patches
-            host["input_ids"][b, :length] = torch.from_numpy(row.input_ids)
+            at = 0
+            for values, frame in zip(self.values, row.frames, strict=True):
+                host["frames"][b, at : at + values] = frame.reshape(-1)
+                at += values
+            host["input_ids"][b, :length] = row.input_ids
             host["positions"][:, b, :length] = row.positions
             host["counts"][b], host["text_counts"][b] = length, length - images
-            host["state"][b] = torch.from_numpy(row.state)
+            host["state"][b] = row.state
             host["embodiment"][b] = row.embodiment
             host["velocity_scale"][b, :, 0] = 1.0 if row.velocity_scale is None else row.velocity_scale
         self.block.copy_(self.host, non_blocking=True)
@@ -471,7 +477,7 @@ class Engine:
         rung = self.rungs.get(key)
         if rung is None:
             # A shape that is new: this wave must not wait for a capture, so it runs as it is; the next will replay.
-            buffers = Buffers(self.fused, wanted, tokens, sum(h * w for h, w in grids))
+            buffers = Buffers(self.fused, wanted, tokens, grids)
             buffers.load(rows, self.images(grids), self.generator)
             out = self.fused.forward(buffers.inputs, self.fused.plan(grids, tokens)).float().cpu().numpy()[: len(rows)]
             if tokens - self.images(grids) in TEXT_RUNGS and wanted in self.row_rungs:
@@ -489,7 +495,7 @@ class Engine:
             return
         grids, rows, tokens = key
         plan = self.fused.plan(grids, tokens)
-        buffers = Buffers(self.fused, rows, tokens, sum(h * w for h, w in grids))
+        buffers = Buffers(self.fused, rows, tokens, grids)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # once outside the graph: Triton compiles, cuBLAS takes its workspace

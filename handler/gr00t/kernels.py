@@ -5,7 +5,7 @@ The twin runs everywhere else; `tests/test_kernels.py` compares the two where th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,21 @@ except ImportError:  # a CPU build of PyTorch
     triton = None
 
 
+class Sums(NamedTuple):
+    """A product that is not summed up yet: parts float32 (splits, M, N), to which bias (N,) belongs."""
+
+    parts: Tensor
+    bias: Tensor
+
+
 # ------------------------------------------------------------------------------------------------------------- twins
 
 
-def add_norm_twin(x: Tensor, r: Tensor | None, kind: str, w: Tensor | None, b: Tensor | None, eps: float) -> Tensor:
+def add_norm_twin(x: Tensor, r: Tensor | Sums | None, kind: str, w: Tensor | None, b: Tensor | None, eps: float
+                  ) -> Tensor:  # fmt: skip
     """See `add_norm`."""
+    if isinstance(r, Sums):
+        r = (r.parts.sum(0) + r.bias.float()).to(x.dtype)
     if r is not None:
         x.view(-1, *r.shape).add_(r)
     y = x.float()
@@ -73,13 +83,19 @@ def attend_twin(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _add_norm(X, R, Y, W, B, r_rows, eps, N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
-                  HAS_R: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr):  # fmt: skip
+    def _add_norm(X, R, RB, Y, W, B, r_rows, eps, N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+                  HAS_R: tl.constexpr, SPLITS: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr):  # fmt: skip
         row = tl.program_id(0)
         at = tl.arange(0, BLOCK)
         inside = at < N
         x = tl.load(X + row * N + at, mask=inside, other=0.0)
-        if HAS_R:
+        if SPLITS > 0:
+            r = tl.load(RB + at, mask=inside, other=0.0).to(tl.float32)
+            for split in tl.static_range(SPLITS):
+                r += tl.load(R + (split * r_rows + row) * N + at, mask=inside, other=0.0)
+            x = (x.to(tl.float32) + r.to(x.dtype).to(tl.float32)).to(x.dtype)
+            tl.store(X + row * N + at, x, mask=inside)
+        elif HAS_R:
             r = tl.load(R + (row % r_rows) * N + at, mask=inside, other=0.0)
             x = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)  # rounded, as the stored stream is
             tl.store(X + row * N + at, x, mask=inside)
@@ -95,6 +111,29 @@ if triton is not None:
         if HAS_B:
             y = y + tl.load(B + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(Y + row * N + at, y.to(Y.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _linear(X, W, B, Y, M, x_row, N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BM: tl.constexpr,
+                BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, GELU: tl.constexpr):  # fmt: skip
+        m = tl.program_id(1) * BM + tl.arange(0, BM)
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        k = tl.program_id(2) * PART + tl.arange(0, BK)
+        x_at = X + tl.minimum(m, M - 1)[:, None] * x_row + k[None, :]  # rows beyond M repeat the last, unwritten
+        w_at = W + n[:, None] * K + k[None, :]
+        total = tl.zeros([BM, BN], tl.float32)
+        for _ in range(0, PART, BK):
+            total = tl.dot(tl.load(x_at), tl.trans(tl.load(w_at)), total)
+            x_at += BK
+            w_at += BK
+        where = m[:, None] * N + n[None, :]
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        if SPLIT:
+            tl.store(Y + tl.program_id(2) * M * N + where, total, mask=inside)
+        else:
+            total += tl.load(B + n).to(tl.float32)[None, :]
+            if GELU:
+                total = total * tl.sigmoid(1.5957691216057308 * (total + 0.044715 * total * total * total))
+            tl.store(Y + where, total.to(Y.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _rope(X, COS, SIN, QW, KW, table_rows, stride, eps, HALF: tl.constexpr, HEADS: tl.constexpr,
@@ -161,11 +200,11 @@ if triton is not None:
 
 
 def add_norm(
-    x: Tensor, r: Tensor | None, kind: str, w: Tensor | None = None, b: Tensor | None = None, eps: float = 1e-5
+    x: Tensor, r: Tensor | Sums | None, kind: str, w: Tensor | None = None, b: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """x += r, then a norm of x: (M, N) -> (M, N).
 
-    r: (M, N) or (m, N) that repeats, or None. kind: "layer" (times w, plus b), "ada" (times 1 + w, plus b) or "rms"
+    r: (M, N), (m, N) that repeats, Sums that get summed up here, or None. kind: "layer" (times w, plus b), "ada" (times 1 + w, plus b) or "rms"
     (times w); w and b (N,) or None. Computed in float32, rounded once.
     """
     if triton is None or not x.is_cuda:
@@ -173,12 +212,41 @@ def add_norm(
     rows, width = x.shape
     y = torch.empty_like(x)
     block = triton.next_power_of_2(width)
+    added, splits, bias = (r.parts, r.parts.shape[0], r.bias) if isinstance(r, Sums) else (r, 0, x)
+    r_rows = 1 if added is None else added.shape[-2]
     _add_norm[(rows,)](
-        x, x if r is None else r, y, x if w is None else w, x if b is None else b, 1 if r is None else r.shape[0], eps,
-        N=width, BLOCK=block, KIND=kind, HAS_R=r is not None, HAS_W=w is not None, HAS_B=b is not None,
+        x, x if added is None else added, bias, y, x if w is None else w, x if b is None else b, r_rows, eps,
+        N=width, BLOCK=block, KIND=kind, HAS_R=r is not None, SPLITS=splits, HAS_W=w is not None, HAS_B=b is not None,
         num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return y
+
+
+class Tile(NamedTuple):
+    """How a product is cut: tile sizes, parts of K, warps and pipeline stages of a program."""
+
+    m: int
+    n: int
+    k: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor, tile: Tile, gelu: bool = False) -> Tensor | Sums:
+    """x @ weight.T + bias, after it gelu (tanh form) if asked: (M, K) bf16 -> (M, N) bf16, or Sums where K is split.
+
+    N and K / splits are multiples of the tile's.
+    """
+    rows, depth = x.shape
+    width = weight.shape[0]
+    shape, dtype = ((tile.splits, rows, width), torch.float32) if tile.splits > 1 else ((rows, width), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    _linear[(width // tile.n, triton.cdiv(rows, tile.m), tile.splits)](
+        x, weight, bias, out, rows, x.stride(0), N=width, K=depth, PART=depth // tile.splits, BM=tile.m, BN=tile.n,
+        BK=tile.k, SPLIT=tile.splits > 1, GELU=gelu, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return Sums(out, bias) if tile.splits > 1 else out
 
 
 def rope_(

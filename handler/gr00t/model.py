@@ -186,6 +186,18 @@ class Batch:
     velocity_scale: Tensor
 
 
+def cut_patches(frames: Tensor, c: VisionConfig, dtype: torch.dtype) -> Tensor:
+    """uint8 frames (N, h, w, 3) -> (N, patches, 3 * t * p * p) in [-1, 1], merge block by merge block.
+
+    A still image fills the whole temporal patch.
+    """
+    n, height, width, channels = frames.shape
+    p, m = c.patch_size, c.spatial_merge_size
+    blocks = frames.view(n, height // p // m, m, p, width // p // m, m, p, channels).permute(0, 1, 4, 2, 5, 7, 3, 6)
+    scaled = ((blocks.float() - 127.5) / 127.5).to(dtype)[:, :, :, :, :, :, None]
+    return scaled.expand(-1, -1, -1, -1, -1, -1, c.temporal_patch_size, -1, -1).reshape(n, height * width // p**2, -1)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """Scaled dot-product attention, q (B, heads, N, D), k and v (B, heads or fewer, M, D) -> (B, N, heads * D).
 
