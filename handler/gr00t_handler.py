@@ -12,6 +12,7 @@ import os
 import struct
 import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,12 @@ class Gr00tHandler(BaseHandler):
         settings = dict(config["handler"])
         gpu = properties.get("gpu_id")
         self.device = torch.device(f"cuda:{gpu}" if gpu is not None and torch.cuda.is_available() else "cpu")
+        self.pool = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            # The GPU computes; the CPU decodes and resizes, one request a thread (both release Python's lock).
+            torch.set_num_threads(1)
+            self.pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="prepare")
         limits = {name: settings[name] for name in vars(Limits()) if name in settings}
         self.policy = Gr00tPolicy(
             Path(properties["model_dir"]) / settings["checkpoint"],  # an absolute path stands for itself
@@ -125,14 +130,14 @@ class Gr00tHandler(BaseHandler):
 
     def preprocess(self, data: list[Request]) -> list[Slot]:
         """Every request becomes a slot: a decoded and checked observation, or a problem."""
-        slots = []
-        for request in data:
-            if request.headers.get("explain") == "True":  # set by TorchServe for /explanations
-                slot = Slot(form=reply_form(request), problem=Problem(404, "there are no explanations for this model"))
-            else:
-                slot = fill(request, self.policy)
-            slots.append(slot)
-        return slots
+        if self.pool is None or len(data) == 1:
+            return [self._slot(request) for request in data]
+        return list(self.pool.map(self._slot, data))
+
+    def _slot(self, request: Request) -> Slot:
+        if request.headers.get("explain") == "True":  # set by TorchServe for /explanations
+            return Slot(form=reply_form(request), problem=Problem(404, "there are no explanations for this model"))
+        return fill(request, self.policy)
 
     def inference(self, data: list[Slot], *args: Any, **kwargs: Any) -> list[Slot]:
         """Runs one forward per group of slots and puts the actions into them."""

@@ -28,7 +28,7 @@ PRESETS = {
     "libero": ("libero_sim", (256, 256)),  # 2 images
     "droid": ("oxe_droid_relative_eef_relative_joint", (180, 320)),  # 2 cameras, 2 frames each
 }
-WORDS = "pick up the red object and put it into the drawer next to the plate on the left side of the table".split()
+WORDS = ["pick", "up", "the", "red", "object", "and", "put", "it", "into", "the", "drawer", "next", "to", "the", "plate", "on", "the", "left", "side", "of", "the", "table"]
 
 
 def observation(policy: Gr00tPolicy, preset: str, seed: int, words: int = 11) -> dict[str, Any]:
@@ -58,6 +58,8 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
 
 
 def rows_of(policy: Gr00tPolicy, fields: Sequence[dict[str, Any]], pool: ThreadPoolExecutor) -> list[Row]:
+    if len(fields) == 1:
+        return policy.prepare(policy.check(fields[0]))
     return [rows[0] for rows in pool.map(lambda f: policy.prepare(policy.check(f)), fields)]
 
 

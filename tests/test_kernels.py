@@ -68,7 +68,9 @@ def test_add_norm_kernel(width: int, dtype: torch.dtype) -> None:
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     for kind in ("layer", "ada", "rms"):
         for rows in (None, 7, 14):
-            x, w, b = (random(*s, device="cuda", dtype=dtype, seed=i) for i, s in enumerate(((14, width), (width,), (width,))))
+            x, w, b = (
+                random(*shape, device="cuda", dtype=dtype, seed=i) for i, shape in enumerate(((14, width), (width,), (width,)))
+            )
             r = None if rows is None else random(rows, width, device="cuda", dtype=dtype, seed=9)
             ours, twin = x.clone(), x.clone()
             got = kernels.add_norm(ours, r, kind, w, None if kind == "rms" else b)

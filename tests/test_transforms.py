@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from handler.gr00t.model import VisionConfig
+from handler.gr00t.model import VisionConfig, cut_patches
 from handler.transforms import MAX_PIXELS, ImageRecipe, image_grid, interpolate, model_frame, qwen_size
 
 VISION = VisionConfig()
@@ -53,7 +54,7 @@ def test_reference(
     np.testing.assert_array_equal(frame, before)
     grid = image_grid((height, width), recipe, VISION)
     assert grid == tuple(n // 16 for n in qwen_size(*shape[:2]))
-    assert patches(frame, recipe, VISION).shape == (grid[0] * grid[1], 3, 16, 16)
+    assert model_frame(frame, recipe).shape == (grid[0] * 16, grid[1] * 16, 3)
 
 
 RECIPES = [
@@ -70,7 +71,7 @@ def test_grid_is_known_without_a_pixel(recipe: ImageRecipe, size: tuple[int, int
     boxed, first, cropped, second, last = recipe.sizes(*size)
     assert recipe(picture(*size)).shape == (*second, 3)
     assert image_grid(size, recipe, VISION) == (last[0] // 16, last[1] // 16)
-    assert len(patches(picture(*size), recipe, VISION)) == last[0] * last[1] // 256
+    assert model_frame(picture(*size), recipe).shape == (*last, 3)
     if recipe.letter_box:
         assert boxed == (max(size),) * 2
     if not recipe.albumentations:
@@ -78,8 +79,7 @@ def test_grid_is_known_without_a_pixel(recipe: ImageRecipe, size: tuple[int, int
 
 
 def test_patch_order() -> None:
-    """Merge block by merge block; within a block row by row; each patch channels first."""
-    recipe = albumentations(crop=1.0)
+    """Merge block by merge block; within a block row by row; each patch channels first, twice for the still frame."""
     frame = np.random.default_rng(0).integers(0, 256, (256, 352, 3), np.uint8)  # nothing to resize or crop
     want = []
     for block_row in range(8):
@@ -87,8 +87,10 @@ def test_patch_order() -> None:
             for row in (0, 1):
                 for column in (0, 1):
                     top, left = 16 * (2 * block_row + row), 16 * (2 * block_column + column)
-                    want.append(frame[top : top + 16, left : left + 16].transpose(2, 0, 1))
-    np.testing.assert_array_equal(patches(frame, recipe, VISION), np.stack(want))
+                    patch = frame[top : top + 16, left : left + 16].transpose(2, 0, 1)
+                    want.append((patch[:, None].repeat(2, axis=1).astype(np.float32) - 127.5) / 127.5)
+    got = cut_patches(torch.from_numpy(frame)[None], VISION, torch.float32)
+    np.testing.assert_array_equal(got[0].numpy(), np.stack(want).reshape(352, -1))
 
 
 # ------------------------------------------------------------------------------------------------- torchvision's recipe

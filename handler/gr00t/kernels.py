@@ -113,29 +113,6 @@ if triton is not None:
         tl.store(Y + row * N + at, y.to(Y.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _linear(X, W, B, Y, M, x_row, N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BM: tl.constexpr,
-                BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, GELU: tl.constexpr):  # fmt: skip
-        m = tl.program_id(1) * BM + tl.arange(0, BM)
-        n = tl.program_id(0) * BN + tl.arange(0, BN)
-        k = tl.program_id(2) * PART + tl.arange(0, BK)
-        x_at = X + tl.minimum(m, M - 1)[:, None] * x_row + k[None, :]  # rows beyond M repeat the last, unwritten
-        w_at = W + n[:, None] * K + k[None, :]
-        total = tl.zeros([BM, BN], tl.float32)
-        for _ in range(0, PART, BK):
-            total = tl.dot(tl.load(x_at), tl.trans(tl.load(w_at)), total)
-            x_at += BK
-            w_at += BK
-        where = m[:, None] * N + n[None, :]
-        inside = (m < M)[:, None] & (n < N)[None, :]
-        if SPLIT:
-            tl.store(Y + tl.program_id(2) * M * N + where, total, mask=inside)
-        else:
-            total += tl.load(B + n).to(tl.float32)[None, :]
-            if GELU:
-                total = total * tl.sigmoid(1.5957691216057308 * (total + 0.044715 * total * total * total))
-            tl.store(Y + where, total.to(Y.dtype.element_ty), mask=inside)
-
-    @triton.jit
     def _rope(X, COS, SIN, QW, KW, table_rows, stride, eps, HALF: tl.constexpr, HEADS: tl.constexpr,
               Q_HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
         row = tl.program_id(0)
@@ -222,31 +199,18 @@ def add_norm(
     return y
 
 
-class Tile(NamedTuple):
-    """How a product is cut: tile sizes, parts of K, warps and pipeline stages of a program."""
+def linear_split(x: Tensor, weight: Tensor, bias: Tensor, splits: int) -> Tensor | Sums:
+    """x @ weight.T + bias with K in `splits` equal parts: (M, K) -> (M, N), or Sums where there is more than one part.
 
-    m: int
-    n: int
-    k: int
-    splits: int
-    warps: int
-    stages: int
-
-
-def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor, tile: Tile, gelu: bool = False) -> Tensor | Sums:
-    """x @ weight.T + bias, after it gelu (tanh form) if asked: (M, K) bf16 -> (M, N) bf16, or Sums where K is split.
-
-    N and K / splits are multiples of the tile's.
+    With few rows a long K leaves most of the GPU idle; its parts run side by side as one batched product.
     """
-    rows, depth = x.shape
-    width = weight.shape[0]
-    shape, dtype = ((tile.splits, rows, width), torch.float32) if tile.splits > 1 else ((rows, width), x.dtype)
-    out = torch.empty(shape, dtype=dtype, device=x.device)
-    _linear[(width // tile.n, triton.cdiv(rows, tile.m), tile.splits)](
-        x, weight, bias, out, rows, x.stride(0), N=width, K=depth, PART=depth // tile.splits, BM=tile.m, BN=tile.n,
-        BK=tile.k, SPLIT=tile.splits > 1, GELU=gelu, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return Sums(out, bias) if tile.splits > 1 else out
+    if splits == 1:
+        return F.linear(x, weight, bias)
+    rows, width = x.shape[0], weight.shape[0]
+    xs = x.view(rows, splits, -1).transpose(0, 1)
+    ws = weight.view(width, splits, -1).permute(1, 2, 0)
+    parts = torch.bmm(xs, ws, out_dtype=torch.float32) if x.is_cuda else torch.bmm(xs.float(), ws.float())
+    return Sums(parts, bias)
 
 
 def rope_(
