@@ -218,13 +218,14 @@ class Embodiment:
     horizon: int
 
     def encode_state(self, state: dict[str, Float32], max_state_dim: int) -> Float32:
-        """{key: (T, width)} -> (T, max_state_dim), normalised, zero-padded."""
-        out = np.zeros((self.state_steps, max_state_dim), np.float32)
+        """{key: (..., T, width)} -> (..., T, max_state_dim), normalised, zero-padded."""
+        first = next(iter(state.values()))
+        out = np.zeros((*first.shape[:-1], max_state_dim), np.float32)
         if not self.exclude_state:
             start = 0
             for group, keys in self._joined_states:
                 encoded = group.encode(np.concatenate([state[key] for key in keys], axis=-1))
-                out[:, start : start + encoded.shape[-1]] = encoded
+                out[..., start : start + encoded.shape[-1]] = encoded
                 start += encoded.shape[-1]
         return out
 
@@ -254,8 +255,7 @@ class Embodiment:
         return joined
 
     def decode_action(self, chunk: Float32, state: dict[str, Float32]) -> dict[str, Float32]:
-        """(..., H, max_action_dim) as predicted, and the raw state {key: (..., T, width)} -> {key: (..., horizon, width)}.
-        """
+        """Chunks (..., H, max_action_dim) and raw states {key: (..., T, width)} -> {key: (..., horizon, width)}."""
         out, start = {}, 0
         for group in self.actions:
             reference = None if group.relative_to is None else state[group.relative_to][..., -1:, :]

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,6 +71,15 @@ class Row:
     @property
     def frozen_steps(self) -> int:
         return len(next(iter(self.frozen.values()), ()))
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what is freed, up to 64 MB a block: frames come and go at every step, and fetching their pages
+    from the kernel anew costs more than resizing them. Without effect elsewhere."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-3, 64 << 20)  # M_MMAP_THRESHOLD
+        mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD
 
 
 def _absurd(normalized: Float32) -> bool:
@@ -135,6 +146,11 @@ class Gr00tPolicy:
             del self.model  # the engine has what it needs, and other embodiments' weights go
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+        self.threads = min(16, os.cpu_count() or 1)
+        self.pool: ThreadPoolExecutor | None = None
+        if self.device.type == "cuda":  # the GPU computes, so the cores are free to resize and to copy
+            self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="frames")
+            keep_freed_memory()
         self.tokens = lru_cache(maxsize=1024)(self._tokens)  # robots repeat their instruction at every step
         self.load_seconds = time.perf_counter() - start
 
@@ -209,7 +225,12 @@ class Gr00tPolicy:
         merge = c.vision.spatial_merge_size**2
         image_tokens = [height * width // merge for height, width in row_grids]
         seed = secrets.randbits(32) if observation.seed is None else observation.seed
-        rows = []
+        states = e.encode_state(observation.state, c.max_state_dim)
+        if _absurd(states):
+            key = next(g.key for g in e.states if _absurd(g.encode(observation.state[g.key])))
+            raise Problem(422, f"state {key!r} lies too far outside the checkpoint's statistics",
+                          observation.where.get(f"state.{key}"))  # fmt: skip
+        rows: list[Row] = []
         for b, instruction in enumerate(observation.instructions):
             ids, positions = self.tokens(instruction, row_grids)
             if len(ids) > self.limits.max_tokens:
@@ -222,11 +243,6 @@ class Gr00tPolicy:
                     observation.where.get(blame),
                 )
             raw_state = {key: value[b] for key, value in observation.state.items()}
-            state = e.encode_state(raw_state, c.max_state_dim)
-            if _absurd(state):
-                key = next(g.key for g in e.states if _absurd(g.encode(raw_state[g.key])))
-                raise Problem(422, f"state {key!r} lies too far outside the checkpoint's statistics",
-                              observation.where.get(f"state.{key}"))
             rtc = observation.rtc
             prefix, frozen = None, {}
             if rtc is not None:
@@ -240,14 +256,10 @@ class Gr00tPolicy:
                 Row(
                     embodiment=e,
                     grids=row_grids,
-                    frames=[
-                        model_frame(observation.video[camera][b, t], self.recipe)
-                        for t in range(e.frames)
-                        for camera in e.cameras
-                    ],
+                    frames=[observation.video[camera][b, t] for t in range(e.frames) for camera in e.cameras],
                     input_ids=ids,
                     positions=positions,
-                    state=state.reshape(-1),
+                    state=states[b].reshape(-1),
                     raw_state=raw_state,
                     seed=seed + b,
                     prefix=prefix,
@@ -255,7 +267,22 @@ class Gr00tPolicy:
                     ramp_rate=rtc.ramp_rate if rtc else 0.0,
                 )
             )
+        places = [(row.frames, n) for row in rows for n in range(len(row.frames))]
+        self._each(lambda frames, n: frames.__setitem__(n, model_frame(frames[n], self.recipe)), places)
         return rows
+
+    def _each(self, do: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
+        """Calls `do` with each of the arguments, many of them side by side: resizing and copying free Python's lock."""
+        if self.pool is None or len(arguments) < 4:
+            for each in arguments:
+                do(*each)
+            return
+
+        def share(first: int) -> None:
+            for each in arguments[first :: self.threads]:
+                do(*each)
+
+        list(self.pool.map(share, range(min(self.threads, len(arguments)))))
 
     def _tokens(self, instruction: str, grids: tuple[Grid, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Token ids (L,) and positions (3, L) of an instruction after images with these grids."""
@@ -278,7 +305,7 @@ class Gr00tPolicy:
             at = [b for b, row in enumerate(rows) if row.embodiment is embodiment]
             states = {g.key: np.stack([rows[b].raw_state[g.key] for b in at]) for g in embodiment.states}
             joined = embodiment.decode_action(chunks[at], states)
-            finite = np.isfinite(chunks[at]).all(axis=(1, 2))
+            finite = np.asarray(np.isfinite(chunks[at]).all(axis=(1, 2)))
             for value in joined.values():
                 finite &= np.isfinite(value).all(axis=(1, 2))
             for n, b in enumerate(at):
@@ -320,7 +347,7 @@ class Gr00tPolicy:
                 )
                 for row in (rows[b] for b in at)
             ]  # fmt: skip
-            out[at] = self.engine(hosts, grids, self.rows_per_forward if self.reproducible else None)
+            out[at] = self.engine(hosts, grids, self._each, self.rows_per_forward if self.reproducible else None)
         return out
 
     def _velocity_scale(self, row: Row) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Measures the engine in process: whole `get_action`, from uint8 images on the host to actions on the host.
+"""Measures the engine in process: `get_action` of B rows, from uint8 images on the host to actions on the host.
 
 Compares it, in one run, with the plain network and with floors worked out from parameters, tokens and two ceilings
 measured on the spot (a large bf16 product, a large copy). `--check` also verifies what the engine promises.
@@ -28,7 +28,8 @@ PRESETS = {
     "libero": ("libero_sim", (256, 256)),  # 2 images
     "droid": ("oxe_droid_relative_eef_relative_joint", (180, 320)),  # 2 cameras, 2 frames each
 }
-WORDS = ["pick", "up", "the", "red", "object", "and", "put", "it", "into", "the", "drawer", "next", "to", "the", "plate", "on", "the", "left", "side", "of", "the", "table"]
+TEXT = "pick up the red object and put it into the drawer next to the plate on the left side of the table"
+WORDS = TEXT.split()
 
 
 def observation(policy: Gr00tPolicy, preset: str, seed: int, words: int = 11) -> dict[str, Any]:
@@ -55,6 +56,15 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
         run()
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
+
+
+def batch_of(fields: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Observations of one row as one observation of B rows; row i's seed is the first's + i."""
+    first = fields[0]
+    joined = {name: {key: np.concatenate([f[name][key] for f in fields]) for key in first[name]}
+              for name in ("video", "state")}  # fmt: skip
+    language = {key: [text for f in fields for text in f["language"][key]] for key in first["language"]}
+    return {**joined, "language": language, "options": first["options"]}
 
 
 def rows_of(policy: Gr00tPolicy, fields: Sequence[dict[str, Any]], pool: ThreadPoolExecutor) -> list[Row]:
@@ -193,13 +203,16 @@ def measure(policy: Gr00tPolicy, preset: str, counts: Sequence[int], repeats: in
             out.append(line)
             continue
         flops, weights, dit = work(policy, rows[0])
-        line["floor_ms"] = max(count * flops / rates[0], (weights + dit) / rates[1] * 2) * 1e3
-        line["get_action_ms"] = median_ms(
-            lambda fields=fields: policy.predict(rows_of(policy, fields, pool)),  # type: ignore[misc]
-            repeats,
-        )
-        line["prepare_ms"] = median_ms(lambda fields=fields: rows_of(policy, fields, pool), repeats)  # type: ignore[misc]
-        line["predict_ms"] = median_ms(lambda rows=rows: policy.predict(rows), repeats)  # type: ignore[misc]
+        line["floor_ms"] = max(count * flops / rates[0], (weights + dit) / rates[1]) * 1e3
+        joined = batch_of(fields)
+        for name, run in (
+            ("get_action_ms", lambda joined=joined: policy.get_action(joined)),
+            ("prepare_ms", lambda joined=joined: policy.prepare(policy.check(joined))),
+            ("predict_ms", lambda rows=rows: policy.predict(rows)),
+            # The same rows as requests of their own, each checked and prepared by itself, as in a wave.
+            ("wave_ms", lambda fields=fields: policy.predict(rows_of(policy, fields, pool))),
+        ):
+            line[name] = median_ms(run, repeats)  # type: ignore[arg-type]
         if policy.engine is not None:
             grids = rows[0].grids
             rung = policy.engine.rungs[grids, next(r for r in policy.engine.row_rungs if r >= count),
@@ -239,6 +252,14 @@ def main() -> int:
         "command": "./scripts/bench_engine " + " ".join(relative(word) for word in sys.argv[1:]),
         "machine": machine(),
     }
+
+    def save() -> None:
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        if args.plot:
+            plot(report, args.plot)
+
     with ThreadPoolExecutor(16) as pool:
         rates = ceilings()
         report["ceilings"] = {"product_tflops": round(rates[0] / 1e12, 1), "copy_tb_s": round(rates[1] / 1e12, 2)}
@@ -265,11 +286,12 @@ def main() -> int:
                 line.update(other)
             report["presets"][preset] = [{k: round(v, 3) for k, v in line.items()} for line in lines]
             print(f"\n{preset}: milliseconds, medians")
-            names = ("rows", "floor_ms", "gpu_ms", "predict_ms", "prepare_ms", "get_action_ms", "eager_ms")
+            names = ("rows", "floor_ms", "gpu_ms", "predict_ms", "prepare_ms", "get_action_ms", "wave_ms", "eager_ms")
             print(" ".join(f"{name:>13}" for name in names))
             for line in lines:
                 print(" ".join(f"{line[name]:13.2f}" if name != "rows" else f"{line[name]:13}" for name in names))
             sys.stdout.flush()
+        save()
         for count in args.profile:
             report.setdefault("profile", {})[str(count)] = listing = profile(policy, count, pool)
             print(f"\nkernels of one forward of {count} rows")
@@ -284,11 +306,7 @@ def main() -> int:
             fixed.engine.warm_up(rows_of(fixed, [observation(fixed, "libero", 0)], pool)[0].grids)
             report["reproducible"] = check_reproducible(fixed, pool)
             print(f"\n{json.dumps(report['check'])}\nreproducible: {json.dumps(report['reproducible'])}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if args.plot:
-        plot(report, args.plot)
+        save()
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +52,16 @@ def test_rope_twin(normed: bool) -> None:
             torch.testing.assert_close(got.view(6, 8, 16)[n, head], want)
 
 
+def test_a_split_product_is_summed_up_by_the_norm() -> None:
+    x, weight, bias, stream = random(5, 48), random(32, 48, seed=1), random(32, seed=2), random(5, 32, seed=3)
+    want = stream + F.linear(x, weight, bias)
+    for splits in (1, 2, 3):
+        got = stream.clone()
+        y = kernels.add_norm(got, kernels.linear_split(x, weight, bias, splits), "layer")
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(y, F.layer_norm(want, (32,)))
+
+
 def test_silu_mul_and_attend_twins() -> None:
     x = random(5, 12)
     torch.testing.assert_close(kernels.silu_mul(x), F.silu(x[:, :6]) * x[:, 6:])
@@ -65,12 +77,11 @@ def test_silu_mul_and_attend_twins() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [96, 1024, 1536, 2048, 4096])
 def test_add_norm_kernel(width: int, dtype: torch.dtype) -> None:
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    tolerance: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     for kind in ("layer", "ada", "rms"):
         for rows in (None, 7, 14):
-            x, w, b = (
-                random(*shape, device="cuda", dtype=dtype, seed=i) for i, shape in enumerate(((14, width), (width,), (width,)))
-            )
+            shapes = enumerate(((14, width), (width,), (width,)))
+            x, w, b = (random(*shape, device="cuda", dtype=dtype, seed=seed) for seed, shape in shapes)
             r = None if rows is None else random(rows, width, device="cuda", dtype=dtype, seed=9)
             ours, twin = x.clone(), x.clone()
             got = kernels.add_norm(ours, r, kind, w, None if kind == "rms" else b)
@@ -82,7 +93,7 @@ def test_add_norm_kernel(width: int, dtype: torch.dtype) -> None:
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_kernels(dtype: torch.dtype) -> None:
-    tolerance = {"rtol": 1e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    tolerance: Any = {"rtol": 1e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for dim, q_heads, k_heads, v_heads, normed in ((64, 16, 16, 16, False), (128, 16, 8, 8, True), (32, 4, 2, 2, True)):
         qkv = random(26, (q_heads + k_heads + v_heads) * dim, device="cuda", dtype=dtype)
         angle = random(13, dim // 2, device="cuda", seed=1)
@@ -94,6 +105,17 @@ def test_other_kernels(dtype: torch.dtype) -> None:
     x = random(9, 2 * 6144, device="cuda", dtype=dtype)
     torch.testing.assert_close(kernels.silu_mul(x), kernels.silu_mul_twin(x), **tolerance)
     if dtype == torch.bfloat16:
+        wide = random(41, 6144, device="cuda", dtype=dtype)
+        weight = random(1536, 6144, device="cuda", dtype=dtype, seed=1)
+        bias, stream = random(1536, device="cuda", dtype=dtype), random(41, 1536, device="cuda", dtype=dtype, seed=2)
+        sums = kernels.linear_split(wide, weight, bias, 3)
+        assert isinstance(sums, kernels.Sums) and sums.parts.shape == (3, 41, 1536)
+        ours, twin = stream.clone(), stream.clone()
+        got, want = kernels.add_norm(ours, sums, "layer"), kernels.add_norm_twin(twin, sums, "layer", None, None, 1e-5)
+        assert torch.equal(ours, twin)
+        torch.testing.assert_close(got, want, **tolerance)
+        torch.testing.assert_close(ours.float(), stream.float() + wide.float() @ weight.float().T + bias.float(),
+                                   rtol=2e-2, atol=0.5)  # fmt: skip
         w, b = random(512, 96, device="cuda", dtype=dtype, seed=4), random(512, device="cuda", dtype=dtype, seed=5)
         x = random(41, 96, device="cuda", dtype=dtype)
         want = F.gelu(F.linear(x.float(), w.float(), b.float()), approximate="tanh").to(dtype)

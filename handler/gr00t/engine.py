@@ -14,8 +14,9 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +24,18 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from handler.gr00t.kernels import add_norm, attend, gelu_linear, rope_, silu_mul
-from handler.gr00t.model import Gr00t, Grid, Vision, VisionConfig, cut_patches, text_rotary, vision_rotary
+from handler.gr00t.kernels import Sums, add_norm, attend, gelu_linear, linear_split, rope_, silu_mul
+from handler.gr00t.model import Gr00t, Grid, VisionConfig, cut_patches, text_rotary, vision_rotary
 
 logger = logging.getLogger(__name__)
 
 Grids = tuple[Grid, ...]
+Each = Callable[[Callable[..., object], Sequence[tuple[Any, ...]]], None]
+
+# Into how many parts the feed-forward's second product (long K) and an attention's output product are split, by rows
+# of tokens up to a bound; one part beyond the last. Measured on an H200 at the published widths.
+FEED_FORWARD_SPLITS = ((128, 3), (256, 2), (512, 3), (1024, 2))
+OUT_SPLITS = ((256, 1), (512, 2))
 
 
 
@@ -76,6 +83,12 @@ def frame_values(grids: Grids, vision: VisionConfig) -> list[int]:
     return [h * w * vision.patch_size**2 * vision.in_channels for h, w in grids]
 
 
+def splits_of(table: Sequence[tuple[int, int]], x: Tensor) -> int:
+    """How many parts of K for (rows, K); parts are multiples of 8 values, which the product's alignment needs."""
+    splits = next((splits for rows, splits in table if x.shape[0] <= rows), 1)
+    return splits if x.shape[1] % (8 * splits) == 0 else 1
+
+
 def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Linear layers over one input as one: (weight, bias)."""
     weight = torch.cat([linear.weight for linear in linears])
@@ -95,8 +108,10 @@ class Fused:
     def __init__(self, model: Gr00t, embodiment_ids: Sequence[int], lead: int) -> None:
         c = self.config = model.config
         self.lead = lead
-        qwen, head = model.backbone.model.model, model.action_head
-        self.vision: Vision = qwen.visual
+        # nn.Module attributes have no types to check: Tensor or Module, as far as mypy knows.
+        qwen: Any = model.backbone.model.model
+        head: Any = model.action_head
+        self.vision: Any = qwen.visual
         self.dtype, self.device = head.vlln.weight.dtype, head.vlln.weight.device
 
         self.embed = qwen.language_model.embed_tokens.weight
@@ -239,8 +254,8 @@ class Fused:
         return [self._merge(y.view(-1, v.merger.joined), v.merger), *taps]
 
     @staticmethod
-    def _merge(x: Tensor, merger: nn.Module) -> Tensor:
-        return merger.linear_fc2(F.gelu(merger.linear_fc1(x)))  # type: ignore[operator]
+    def _merge(x: Tensor, merger: Any) -> Tensor:
+        return merger.linear_fc2(F.gelu(merger.linear_fc1(x)))
 
     def _context(self, x: Inputs, plan: Plan) -> Tensor:
         """Vision-language tokens as the action head sees them: (R * L, width)."""
@@ -267,20 +282,22 @@ class Fused:
             y = add_norm(h, r, "rms", norm2.weight, None, norm2.eps)
             r = F.linear(silu_mul(F.linear(y, gate_up)), down)
         h = add_norm(h, r, "layer", self.vlln.weight, self.vlln.bias, self.vlln.eps)
-        r = None
+        summed: Tensor | Sums | None = None
         vl_heads = c.vl_self_attention.num_attention_heads
         for norm1, (weight, bias), to_out, norm3, ff in self.vl:
-            qkv = F.linear(add_norm(h, r, "layer", norm1.weight, norm1.bias, norm1.eps), weight, bias)
+            qkv = F.linear(add_norm(h, summed, "layer", norm1.weight, norm1.bias, norm1.eps), weight, bias)
             q, k, v = qkv.view(rows, length, 3, vl_heads, -1).unbind(2)
-            r = F.linear(attend(q, k, v, x.counts).flatten(0, 1), to_out.weight, to_out.bias)
-            y = add_norm(h, r, "layer", norm3.weight, norm3.bias, norm3.eps)
-            r = self._feed_forward(y, ff)
-        return h if r is None else h.add_(r)
+            summed = F.linear(attend(q, k, v, x.counts).flatten(0, 1), to_out.weight, to_out.bias)
+            y = add_norm(h, summed, "layer", norm3.weight, norm3.bias, norm3.eps)
+            summed = self._feed_forward(y, ff)
+        add_norm(h, summed, "layer")  # for its sum
+        return h
 
     @staticmethod
-    def _feed_forward(y: Tensor, ff: nn.Module) -> Tensor:
-        first, last = ff[0].proj, ff[2]  # type: ignore[index]
-        return F.linear(gelu_linear(y, first.weight, first.bias), last.weight, last.bias)
+    def _feed_forward(y: Tensor, ff: Any) -> Tensor | Sums:
+        first, last = ff[0].proj, ff[2]
+        inner = gelu_linear(y, first.weight, first.bias)
+        return linear_split(inner, last.weight, last.bias, splits_of(FEED_FORWARD_SPLITS, inner))
 
     def _denoise(self, x: Inputs, context: Tensor, plan: Plan) -> Tensor:
         """Four Euler steps from noise."""
@@ -303,13 +320,15 @@ class Fused:
         state = F.relu(torch.baddbmm(t1[:, None], x.state[:, None].to(self.dtype), s1))
         state = torch.baddbmm(t2[:, None], state, s2)
         b3 = b3[:, None] + self.position
+        own = torch.full_like(x.counts, 1 + c.action_horizon)  # keys of a trajectory, and of a row's image tokens
+        seen = torch.full_like(x.counts, len(plan.image_index))
         speed = (x.velocity_scale / len(self.steps)).to(self.dtype)
         actions = x.noise
         for step in range(len(self.steps)):
             trajectory = torch.baddbmm(b1[:, None], actions, w1)
             trajectory = F.silu(torch.baddbmm(time_bias[:, step, None], trajectory, w2))
             h = torch.cat((state, torch.baddbmm(b3, trajectory, w3)), dim=1).flatten(0, 1)
-            r: Tensor | None = None
+            r: Tensor | Sums | None = None
             for i, ((weight, bias), to_out, ff) in enumerate(self.dit):
                 y = add_norm(h, r, "ada", *self.ada[step][i])
                 projected = F.linear(y, weight, bias)
@@ -317,12 +336,9 @@ class Fused:
                     q, k, v = projected.view(rows, -1, 3, heads, c.dit.attention_head_dim).unbind(2)
                 else:
                     q, (k, v) = projected.view(rows, -1, heads, c.dit.attention_head_dim), kv[i]
-                if i % 2 == 0 and i in self.text_layers:
-                    attended = attend(q, k, v, x.text_counts)
-                else:
-                    attended = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
-                    attended = attended.transpose(1, 2).flatten(2)
-                r = F.linear(attended.flatten(0, 1), to_out.weight, to_out.bias)
+                counts = own if i % 2 else x.text_counts if i in self.text_layers else seen
+                attended = attend(q, k, v, counts).flatten(0, 1)
+                r = linear_split(attended, to_out.weight, to_out.bias, splits_of(OUT_SPLITS, attended))
                 r = self._feed_forward(add_norm(h, r, "layer"), ff)
             y = add_norm(h, r, "ada", *self.ada[step][-1], eps=1e-6)
             hidden = F.linear(y, self.proj_out.weight, self.proj_out.bias).view(rows, -1, self.proj_out.out_features)
@@ -398,12 +414,13 @@ class Buffers:
         self.on_host["velocity_scale"][:] = 1
         self.block.copy_(self.host)
 
-    def load(self, rows: Sequence[HostRow], images: int, generator: torch.Generator) -> None:
+    def load(self, rows: Sequence[HostRow], images: int, generator: torch.Generator, each: Each) -> None:
         """Puts `rows` into the first places, and starts their way to the device."""
         host, noise = self.on_host, self.inputs.noise
-        for b, row in enumerate(rows):
+
+        def copy(b: int) -> None:
+            row, at = rows[b], 0
             length = len(row.input_ids)
-            at = 0
             for values, frame in zip(self.values, row.frames, strict=True):
                 host["frames"][b, at : at + values] = frame.reshape(-1)
                 at += values
@@ -413,6 +430,8 @@ class Buffers:
             host["state"][b] = row.state
             host["embodiment"][b] = row.embodiment
             host["velocity_scale"][b, :, 0] = 1.0 if row.velocity_scale is None else row.velocity_scale
+
+        each(copy, [(b,) for b in range(len(rows))])
         self.block.copy_(self.host, non_blocking=True)
         for b, row in enumerate(rows):
             # Each row alone, as the reference draws a single row: (1, H, A) on the device, in the compute dtype.
@@ -448,7 +467,7 @@ class Engine:
         self.rungs: OrderedDict[tuple[Grids, int, int], Rung] = OrderedDict()
         self.captures = 0
         self.generator = torch.Generator(fused.device)
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def images(self, grids: Grids) -> int:
         """Image tokens of a row with these grids."""
@@ -469,8 +488,13 @@ class Engine:
             logger.info("captured %d tokens, up to %d rows, after %.1f s", self.images(grids) + text,
                         self.row_rungs[-1], time.perf_counter() - start)  # fmt: skip
 
-    def __call__(self, rows: Sequence[HostRow], grids: Grids, fixed_rows: int | None = None) -> NDArray[np.float32]:
-        """The rows' chunks, normalised: (n, H, A) float32 on the host. `fixed_rows` names the row rung to use."""
+    def __call__(
+        self, rows: Sequence[HostRow], grids: Grids, each: Each, fixed_rows: int | None = None
+    ) -> NDArray[np.float32]:
+        """The rows' chunks, normalised: (n, H, A) float32 on the host.
+
+        each: calls a function with each of some arguments, in whatever threads. fixed_rows: the row rung to use.
+        """
         tokens = self.tokens(grids, max(len(row.input_ids) for row in rows))
         wanted = fixed_rows or rung_of(len(rows), self.row_rungs) or len(rows)
         key = (grids, wanted, tokens)
@@ -478,13 +502,13 @@ class Engine:
         if rung is None:
             # A shape that is new: this wave must not wait for a capture, so it runs as it is; the next will replay.
             buffers = Buffers(self.fused, wanted, tokens, grids)
-            buffers.load(rows, self.images(grids), self.generator)
+            buffers.load(rows, self.images(grids), self.generator, each)
             out = self.fused.forward(buffers.inputs, self.fused.plan(grids, tokens)).float().cpu().numpy()[: len(rows)]
             if tokens - self.images(grids) in TEXT_RUNGS and wanted in self.row_rungs:
                 self._capture(key)
             return out
         self.rungs.move_to_end(key)
-        rung.buffers.load(rows, self.images(grids), self.generator)
+        rung.buffers.load(rows, self.images(grids), self.generator, each)
         rung.graph.replay()
         rung.answer.copy_(rung.chunks, non_blocking=True)
         torch.cuda.current_stream().synchronize()

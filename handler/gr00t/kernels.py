@@ -1,4 +1,4 @@
-"""The fused operations of the engine. Each is a Triton kernel on CUDA, with a plain-PyTorch twin that says what it does.
+"""The fused operations of the engine: each a Triton kernel on CUDA, with a plain-PyTorch twin that says what it does.
 
 The twin runs everywhere else; `tests/test_kernels.py` compares the two where there is a GPU.
 """
@@ -143,7 +143,7 @@ if triton is not None:
         tl.store(Y + row * N + at, (gate * tl.sigmoid(gate) * up).to(Y.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _attend(Q, K, V, O, COUNTS, scale, queries, keys, heads,
+    def _attend(Q, K, V, OUT, COUNTS, scale, queries, keys, heads,
                 q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
                 D: tl.constexpr, PADDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
         row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -169,8 +169,8 @@ if triton is not None:
             total = total * keep + tl.sum(p, 1)
             best = new_best
         out = out / total[:, None]
-        where = O + ((row * queries + query[:, None]) * heads + head) * D + d[None, :]
-        tl.store(where, out.to(O.dtype.element_ty), mask=q_inside)
+        where = OUT + ((row * queries + query[:, None]) * heads + head) * D + d[None, :]
+        tl.store(where, out.to(OUT.dtype.element_ty), mask=q_inside)
 
 
 # -------------------------------------------------------------------------------------------------------- operations
@@ -178,11 +178,11 @@ if triton is not None:
 
 def add_norm(
     x: Tensor, r: Tensor | Sums | None, kind: str, w: Tensor | None = None, b: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """x += r, then a norm of x: (M, N) -> (M, N).
 
-    r: (M, N), (m, N) that repeats, Sums that get summed up here, or None. kind: "layer" (times w, plus b), "ada" (times 1 + w, plus b) or "rms"
-    (times w); w and b (N,) or None. Computed in float32, rounded once.
+    r: (M, N), (m, N) that repeats, Sums that get summed up here, or None. kind: "layer" (times w, plus b), "ada" (times
+    1 + w, plus b) or "rms" (times w); w and b (N,) or None. Computed in float32, rounded once.
     """
     if triton is None or not x.is_cuda:
         return add_norm_twin(x, r, kind, w, b, eps)
@@ -194,7 +194,7 @@ def add_norm(
     _add_norm[(rows,)](
         x, x if added is None else added, bias, y, x if w is None else w, x if b is None else b, r_rows, eps,
         N=width, BLOCK=block, KIND=kind, HAS_R=r is not None, SPLITS=splits, HAS_W=w is not None, HAS_B=b is not None,
-        num_warps=4 if block <= 2048 else 8,
+        num_warps=4 if rows > 512 and block <= 2048 else 8,
     )  # fmt: skip
     return y
 
@@ -225,10 +225,10 @@ def rope_(
         return rope_twin(qkv, cos, sin, q_heads, k_heads, norms)
     half, heads = cos.shape[-1], q_heads + k_heads
     q_weight, k_weight, eps = norms if norms is not None else (cos, cos, 0.0)
-    block = 8
+    block = 16
     _rope[(qkv.shape[0], triton.cdiv(heads, block))](
         qkv, cos, sin, q_weight, k_weight, cos.shape[0], qkv.stride(0), eps,
-        HALF=half, HEADS=heads, Q_HEADS=q_heads, BLOCK=block, NORM=norms is not None, num_warps=2,
+        HALF=half, HEADS=heads, Q_HEADS=q_heads, BLOCK=block, NORM=norms is not None, num_warps=4,
     )  # fmt: skip
     return None
 
