@@ -95,6 +95,28 @@ def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
 
 
+class WeightSets:
+    """The per-embodiment weights, one row of a matrix per embodiment, so that one copy fetches a batch's own.
+
+    weights: (embodiments, ...) each.
+    """
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.shapes = {name: tensor.shape[1:] for name, tensor in weights.items()}
+        # Pieces begin at multiples of 64 values: products want aligned operands.
+        pieces = [F.pad(t.flatten(1), (0, -t[0].numel() % 64)) for t in weights.values()]
+        self.sizes = [piece.shape[1] for piece in pieces]
+        self.joined = torch.cat(pieces, dim=1)
+
+    def of(self, embodiment: Tensor) -> dict[str, Tensor]:
+        """{name: (R, ...)} for rows of these embodiments, int64 (R,)."""
+        pieces = self.joined.index_select(0, embodiment).split(self.sizes, dim=1)
+        return {
+            name: piece[:, : math.prod(shape)].unflatten(1, shape)
+            for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }
+
+
 class Fused:
     """The network with fused weights.
 
@@ -167,13 +189,17 @@ class Fused:
             self.ada.append(rows)
             wave = encoder.wave(step, width)
             times.append(wave.float() @ encoder.W2.W[ids, width:].float() + encoder.W2.b[ids].float())
-        self.time_bias = torch.stack(times, dim=1).to(self.dtype)  # (embodiments, steps, width)
-        self.state_weights = [t[ids] for t in (states.layer1.W, states.layer1.b, states.layer2.W, states.layer2.b)]
-        self.action_weights = [
-            encoder.W1.W[ids], encoder.W1.b[ids], encoder.W2.W[ids, :width].contiguous(), encoder.W3.W[ids],
-            encoder.W3.b[ids], decoder.layer1.W[ids], decoder.layer1.b[ids], decoder.layer2.W[ids],
-            decoder.layer2.b[ids],
-        ]  # fmt: skip
+        self.sets = WeightSets(
+            {
+                "state1": states.layer1.W[ids], "state1_bias": states.layer1.b[ids, None],
+                "state2": states.layer2.W[ids], "state2_bias": states.layer2.b[ids, None],
+                "action1": encoder.W1.W[ids], "action1_bias": encoder.W1.b[ids, None],
+                "action2": encoder.W2.W[ids, :width], "time_bias": torch.stack(times, dim=1).to(self.dtype),
+                "action3": encoder.W3.W[ids], "action3_bias": encoder.W3.b[ids, None],
+                "decode1": decoder.layer1.W[ids], "decode1_bias": decoder.layer1.b[ids, None],
+                "decode2": decoder.layer2.W[ids], "decode2_bias": decoder.layer2.b[ids, None],
+            }
+        )  # fmt: skip
         self.position = head.position_embedding.weight[: c.action_horizon].contiguous()
 
     # ---------------------------------------------------------------------------------------------------- constants
@@ -314,20 +340,18 @@ class Fused:
             parts = joined.view(rows, len(index), len(layers), 2, heads, -1).unbind(2)
             for layer, part in zip(layers, parts, strict=True):
                 kv[layer] = (part[:, :, 0], part[:, :, 1])
-        w1, b1, w2, w3, b3, d1, e1, d2, e2 = (t[x.embodiment] for t in self.action_weights)
-        s1, t1, s2, t2 = (t[x.embodiment] for t in self.state_weights)
-        time_bias = self.time_bias[x.embodiment]
-        state = F.relu(torch.baddbmm(t1[:, None], x.state[:, None].to(self.dtype), s1))
-        state = torch.baddbmm(t2[:, None], state, s2)
-        b3 = b3[:, None] + self.position
+        w = self.sets.of(x.embodiment)
+        state = F.relu(torch.baddbmm(w["state1_bias"], x.state[:, None].to(self.dtype), w["state1"]))
+        state = torch.baddbmm(w["state2_bias"], state, w["state2"])
+        action3_bias = w["action3_bias"] + self.position
         own = torch.full_like(x.counts, 1 + c.action_horizon)  # keys of a trajectory, and of a row's image tokens
         seen = torch.full_like(x.counts, len(plan.image_index))
         speed = (x.velocity_scale / len(self.steps)).to(self.dtype)
         actions = x.noise
         for step in range(len(self.steps)):
-            trajectory = torch.baddbmm(b1[:, None], actions, w1)
-            trajectory = F.silu(torch.baddbmm(time_bias[:, step, None], trajectory, w2))
-            h = torch.cat((state, torch.baddbmm(b3, trajectory, w3)), dim=1).flatten(0, 1)
+            trajectory = torch.baddbmm(w["action1_bias"], actions, w["action1"])
+            trajectory = F.silu(torch.baddbmm(w["time_bias"][:, step, None], trajectory, w["action2"]))
+            h = torch.cat((state, torch.baddbmm(action3_bias, trajectory, w["action3"])), dim=1).flatten(0, 1)
             r: Tensor | Sums | None = None
             for i, ((weight, bias), to_out, ff) in enumerate(self.dit):
                 y = add_norm(h, r, "ada", *self.ada[step][i])
@@ -342,8 +366,8 @@ class Fused:
                 r = self._feed_forward(add_norm(h, r, "layer"), ff)
             y = add_norm(h, r, "ada", *self.ada[step][-1], eps=1e-6)
             hidden = F.linear(y, self.proj_out.weight, self.proj_out.bias).view(rows, -1, self.proj_out.out_features)
-            velocity = torch.baddbmm(e1[:, None], hidden[:, 1:], d1)
-            velocity = torch.baddbmm(e2[:, None], F.relu(velocity), d2)
+            velocity = torch.baddbmm(w["decode1_bias"], hidden[:, 1:], w["decode1"])
+            velocity = torch.baddbmm(w["decode2_bias"], F.relu(velocity), w["decode2"])
             actions = torch.addcmul(actions, velocity, speed)
         return actions
 

@@ -1,0 +1,84 @@
+"""The fused network against the plain one, in float32 on the CPU: every grid, length, embodiment and option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, rung_of, splits_of
+from handler.policy import Actions, Gr00tPolicy, Row
+from handler.problem import Problem
+from tests.conftest import DROID, LIBERO, observation
+
+
+@pytest.fixture(scope="module")
+def fused(checkpoint: Path) -> Gr00tPolicy:
+    return Gr00tPolicy(checkpoint, engine=True)
+
+
+def rows_of(policy: Gr00tPolicy, *fields: dict[str, object]) -> list[Row]:
+    return [row for f in fields for row in policy.prepare(policy.check(f))]
+
+
+def predict(policy: Gr00tPolicy, rows: list[Row]) -> list[Actions]:
+    results = policy.predict(rows)
+    assert not any(isinstance(result, Problem) for result in results)
+    return results  # type: ignore[return-value]
+
+
+def test_equals_the_plain_network(policy: Gr00tPolicy, fused: Gr00tPolicy) -> None:
+    """Also padded rows and tokens, cameras of two shapes in one row, and real-time chunking."""
+    two_shapes = observation(policy, DROID, seed=7)
+    two_shapes["video"]["wrist_image_left"] = two_shapes["video"]["wrist_image_left"][:, :, :, :140]
+    chunked = observation(policy, LIBERO, seed=8)
+    previous = {key: value[0] for key, value in policy.get_action(chunked).items()}
+    chunked["options"]["rtc"] = {"action": previous, "overlap_steps": 7, "frozen_steps": 2}
+    fields = [
+        observation(policy, LIBERO, seed=1, prompt="go"),
+        observation(policy, DROID, seed=2, prompt="pick up the large blue bowl " * 4),
+        observation(policy, LIBERO, seed=3, size=(180, 320)),
+        observation(policy, DROID, seed=4, size=(180, 320)),
+        observation(policy, LIBERO, seed=5, prompt="push the stove " * 20),
+        two_shapes,
+        chunked,
+    ]
+    for got, want in zip(predict(fused, rows_of(fused, *fields)), predict(policy, rows_of(policy, *fields)),
+                         strict=True):  # fmt: skip
+        for key in want:
+            np.testing.assert_allclose(got[key], want[key], rtol=0, atol=1e-5, err_msg=key)
+
+
+def test_padding_rows_and_a_fuller_wave_before_change_no_bit(fused: Gr00tPolicy) -> None:
+    rows = rows_of(fused, *(observation(fused, LIBERO, seed=seed) for seed in range(4)))
+    first = predict(fused, rows[:3])
+    predict(fused, rows)
+    again = predict(fused, rows[:3])
+    for a, b in zip(first, again, strict=True):
+        assert all(np.array_equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_reproducible_whatever_the_company(checkpoint: Path, engine: bool) -> None:
+    policy = Gr00tPolicy(checkpoint, engine=engine, reproducible=True)
+    long = "pick up the small blue bowl " * 12
+    rows = rows_of(policy, *(observation(policy, LIBERO, seed=s, prompt=long if s % 3 else "go") for s in range(10)))
+    solo = [predict(policy, [row])[0] for row in rows]
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        picked = rng.permutation(10)
+        shape = policy.shape(rows[picked[0]])
+        wave = [i for i in picked if policy.shape(rows[i]) == shape][: policy.rows_per_forward]
+        for i, got in zip(wave, predict(policy, [rows[i] for i in wave]), strict=True):
+            assert all(np.array_equal(got[key], solo[i][key]) for key in got)
+    assert len({policy.shape(row) for row in rows}) == 2
+
+
+def test_rungs() -> None:
+    assert [rung_of(n, ROW_RUNGS) for n in (1, 2, 3, 5, 8, 9, 32, 33)] == [1, 2, 4, 8, 8, 16, 32, 64]
+    assert rung_of(TEXT_RUNGS[-1] + 1, TEXT_RUNGS) is None
+    assert splits_of(((128, 3), (256, 2)), np.empty((100, 6144))) == 3  # type: ignore[arg-type]
+    assert splits_of(((128, 3), (256, 2)), np.empty((200, 6144))) == 2  # type: ignore[arg-type]
+    assert splits_of(((128, 3), (256, 2)), np.empty((300, 6144))) == 1  # type: ignore[arg-type]
+    assert splits_of(((128, 3),), np.empty((100, 32))) == 1  # type: ignore[arg-type]  # no equal aligned parts
