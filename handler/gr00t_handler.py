@@ -92,6 +92,7 @@ class Gr00tHandler(BaseHandler):
             settings.get("embodiment_tag"),
             Path(settings["tokenizer"]) if settings.get("tokenizer") else None,
             Limits(**limits),
+            engine=settings["engine"],
             reproducible=settings["reproducible"],
         )
         loaded = time.perf_counter()

@@ -97,7 +97,7 @@ class Gr00tPolicy:
         embodiment_tag: what a request means that names no embodiment; by default the checkpoint's only one, if so.
         tokenizer: a folder with the backbone's `tokenizer.json`, when the checkpoint has none.
         limits: see `Limits`.
-        engine: run the fused network, from CUDA graphs on a GPU; by default on CUDA, and the plain network elsewhere.
+        engine: run the fused network, from CUDA graphs on a GPU, in place of the plain one.
         reproducible: one shape for every wave, so that a row's bits do not depend on its company.
 
     Raises:
@@ -112,7 +112,7 @@ class Gr00tPolicy:
         embodiment_tag: str | None = None,
         tokenizer: Path | None = None,
         limits: Limits | None = None,
-        engine: bool | None = None,
+        engine: bool = False,
         reproducible: bool = False,
     ) -> None:
         start = time.perf_counter()
@@ -139,7 +139,7 @@ class Gr00tPolicy:
         self.reproducible = reproducible
         self.rows_per_forward = min(REPRODUCIBLE_ROWS, self.limits.max_rows) if reproducible else self.limits.max_rows
         self.engine: Engine | None = None
-        if self.device.type == "cuda" if engine is None else engine:
+        if engine:
             ids = list(dict.fromkeys(e.id for e in self.embodiments.values()))
             self.weight_set = {identity: index for index, identity in enumerate(ids)}
             self.engine = Engine(Fused(self.model, ids, self.encode_prompt.lead), self.rows_per_forward)
@@ -398,18 +398,19 @@ class Gr00tPolicy:
             positions=positions.to(device),
             lengths=lengths,
             grids=[row.grids for row in rows],
-            pixels=torch.cat(
-                [
-                    cut_patches(torch.from_numpy(frame).to(device)[None], c.vision, dtype)[0]
-                    for row in rows
-                    for frame in row.frames
-                ]
-            ),
+            pixels=self._pixels([frame for row in rows for frame in row.frames]),
             state=torch.from_numpy(np.stack([row.state for row in rows])).to(device, dtype),
             embodiment_id=torch.tensor([row.embodiment.id for row in rows], device=device),
             noise=noise,
             velocity_scale=scale.to(device, dtype),
         )
+
+    def _pixels(self, frames: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
+        """The patches of all frames, one after the other: (P, values) in the compute dtype."""
+        alike = len({frame.shape for frame in frames}) == 1
+        stacks = [np.stack(frames)] if alike else [frame[None] for frame in frames]
+        cut = (cut_patches(torch.from_numpy(s).to(self.device), self.config.vision, self.dtype) for s in stacks)
+        return torch.cat([patches.flatten(0, 1) for patches in cut])
 
     # ---------------------------------------------------------------------------------------------------- the rest
 

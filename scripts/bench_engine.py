@@ -137,7 +137,7 @@ def check(engine: Gr00tPolicy, checkpoint: Path, pool: ThreadPoolExecutor) -> di
     found: dict[str, Any] = {}
     rng = np.random.default_rng(0)
     # Precision: RMS error against float32 with the same noise, over 64 observations, beside the plain bf16 network's.
-    eager, exact = (Gr00tPolicy(checkpoint, "cuda", dtype, engine=False) for dtype in (torch.bfloat16, torch.float32))
+    eager, exact = (Gr00tPolicy(checkpoint, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
     rows = rows_of(engine, [observation(engine, "libero", seed, 5 + seed % 9) for seed in range(64)], pool)
     squares = np.zeros(2)
     for first in range(0, 64, 8):
@@ -264,12 +264,12 @@ def main() -> int:
         rates = ceilings()
         report["ceilings"] = {"product_tflops": round(rates[0] / 1e12, 1), "copy_tb_s": round(rates[1] / 1e12, 2)}
         print(f"{report['machine']['gpu']}: {report['ceilings']}", flush=True)
-        plain = Gr00tPolicy(args.checkpoint, "cuda", engine=False)
+        plain = Gr00tPolicy(args.checkpoint, "cuda")
         eager = {p: measure(plain, p, args.rows, args.repeats, pool, rates, plain=True) for p in args.presets}
         del plain
         torch.cuda.empty_cache()
         start = time.perf_counter()
-        policy = Gr00tPolicy(args.checkpoint, "cuda")
+        policy = Gr00tPolicy(args.checkpoint, "cuda", engine=True)
         loaded = time.perf_counter()
         for preset in args.presets:
             row = rows_of(policy, [observation(policy, preset, 0)], pool)[0]
@@ -301,7 +301,7 @@ def main() -> int:
             report["check"] = check(policy, args.checkpoint, pool)
             del policy
             torch.cuda.empty_cache()
-            fixed = Gr00tPolicy(args.checkpoint, "cuda", reproducible=True)
+            fixed = Gr00tPolicy(args.checkpoint, "cuda", engine=True, reproducible=True)
             assert fixed.engine is not None
             fixed.engine.warm_up(rows_of(fixed, [observation(fixed, "libero", 0)], pool)[0].grids)
             report["reproducible"] = check_reproducible(fixed, pool)

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, rung_of, splits_of
 from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
 from tests.conftest import DROID, LIBERO, observation
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,44 @@ def test_reproducible_whatever_the_company(checkpoint: Path, engine: bool) -> No
         for i, got in zip(wave, predict(policy, [rows[i] for i in wave]), strict=True):
             assert all(np.array_equal(got[key], solo[i][key]) for key in got)
     assert len({policy.shape(row) for row in rows}) == 2
+
+
+@needs_gpu
+def test_graphs_on_a_gpu(checkpoint: Path) -> None:
+    """The whole ladder captured, memory around it rewritten, then waves of random size against the plain network."""
+    engine, plain = (Gr00tPolicy(checkpoint, "cuda", torch.bfloat16, engine=on) for on in (True, False))
+    engine.warm_up()
+    assert engine.engine is not None
+    captured = engine.engine.captures
+    assert captured == 2 * len(TEXT_RUNGS) * len(engine.engine.row_rungs)
+    waste = [torch.full((1 << 20,), -1, device="cuda") for _ in range(64)]  # lands where freed constants were
+    del waste
+    rng = np.random.default_rng(0)
+    text = "pick up the small blue bowl and put it down next to the red cup on the table"
+    words = text.split()
+    pools = []
+    for tag in (LIBERO, DROID):
+        fields = [observation(engine, tag, seed=s, prompt=" ".join(rng.choice(words, 1 + s % 40))) for s in range(40)]
+        pools.append(rows_of(engine, *fields))
+    for _ in range(60):
+        rows = pools[int(rng.integers(2))]
+        picked = rng.choice(40, int(rng.integers(1, 33)))
+        got, want = (predict(policy, [rows[i] for i in picked]) for policy in (engine, plain))
+        for a, b in zip(got, want, strict=True):
+            for key in a:
+                np.testing.assert_allclose(a[key], b[key], rtol=0, atol=0.1, err_msg=key)
+    assert engine.engine.captures == captured
+    me, place = pools[0][0], 3
+    answers = []
+    for trial in range(4):  # at an equal rung the neighbours do not matter, to the bit
+        others = [pools[0][i] for i in rng.choice(40, 7)]
+        answers.append(predict(engine, [*others[:place], me, *others[place:]])[place])
+        assert all(np.array_equal(answers[0][key], answers[trial][key]) for key in answers[0])
+    new = observation(engine, LIBERO, seed=1, size=(180, 320))  # a new grid: at once, and captured once
+    predict(engine, rows_of(engine, new))
+    assert engine.engine.captures == captured + 1
+    predict(engine, rows_of(engine, new))
+    assert engine.engine.captures == captured + 1
 
 
 def test_rungs() -> None:

@@ -467,9 +467,10 @@ class Buffers:
 
 @dataclass
 class Rung:
-    """A captured forward: its inputs, its graph, and where its answer appears."""
+    """A captured forward: its inputs and constants, whose memory the graph reads, and where its answer appears."""
 
     buffers: Buffers
+    plan: Plan
     graph: torch.cuda.CUDAGraph
     chunks: Tensor  # float32 (R, H, A) on the device
     answer: Tensor  # the same, pinned on the host
@@ -554,7 +555,7 @@ class Engine:
             chunks = self.fused.forward(buffers.inputs, plan).float()
         self._pool = self._pool or graph.pool()
         answer = torch.empty(chunks.shape, dtype=torch.float32, pin_memory=True)
-        self.rungs[key] = Rung(buffers, graph, chunks, answer)
+        self.rungs[key] = Rung(buffers, plan, graph, chunks, answer)
         self.captures += 1
         while len(self.rungs) > self.max_graphs:
             self.rungs.popitem(last=False)
