@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 Actions = dict[str, Float32]
 
-UNKNOWN = Problem(500, "the network's answer to this observation is not finite; no action is sent")
 REPRODUCIBLE_ROWS = 8  # the one row count of reproducible mode
 
 
@@ -73,12 +72,15 @@ class Row:
         return len(next(iter(self.frozen.values()), ()))
 
 
+class TooManyTokens(ValueError):
+    """A row's tokens are over the limit; the text is their number."""
+
+
 def keep_freed_memory() -> None:
     """Lets glibc keep what is freed, up to 64 MB a block: frames come and go at every step, and fetching their pages
     from the kernel anew costs more than resizing them. Without effect elsewhere."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-3, 64 << 20)  # M_MMAP_THRESHOLD
+    if mallopt is not None and mallopt(-3, 64 << 20):  # M_MMAP_THRESHOLD
         mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD
 
 
@@ -88,7 +90,7 @@ def _absurd(normalized: Float32) -> bool:
 
 
 class Gr00tPolicy:
-    """A checkpoint, loaded on one device.
+    """A checkpoint, loaded on one device. `check` and `prepare` may run in many threads, `predict` in one.
 
     Args:
         checkpoint: the folder, in the published layout; processor files may sit in its `processor/`.
@@ -142,7 +144,11 @@ class Gr00tPolicy:
         if engine:
             ids = list(dict.fromkeys(e.id for e in self.embodiments.values()))
             self.weight_set = {identity: index for index, identity in enumerate(ids)}
-            self.engine = Engine(Fused(self.model, ids, self.encode_prompt.lead), self.rows_per_forward)
+            if self.device.type == "cuda" and self.dtype != torch.bfloat16:
+                raise CheckpointError("engine: its kernels are for bfloat16; set dtype: auto, or engine: false")
+            rungs = [self.rows_per_forward] if reproducible else None
+            fused = Fused(self.model, ids, self.encode_prompt.lead)
+            self.engine = Engine(fused, self.rows_per_forward, rungs)
             del self.model  # the engine has what it needs, and other embodiments' weights go
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -231,17 +237,25 @@ class Gr00tPolicy:
             raise Problem(422, f"state {key!r} lies too far outside the checkpoint's statistics",
                           observation.where.get(f"state.{key}"))  # fmt: skip
         rows: list[Row] = []
+        images, most = sum(image_tokens), self.limits.max_tokens
+        if images > most:
+            largest = e.cameras[int(np.argmax(image_tokens)) % len(e.cameras)]
+            raise Problem(
+                413,
+                f"the images of a row have {images} tokens; at most {most} are allowed, with those of the instruction: "
+                "send images of another shape",
+                observation.where.get(f"video.{largest}"),
+            )
         for b, instruction in enumerate(observation.instructions):
-            ids, positions = self.tokens(instruction, row_grids)
-            if len(ids) > self.limits.max_tokens:
-                largest = e.cameras[int(np.argmax(image_tokens)) % len(e.cameras)]
-                blame = "language" if len(ids) > 2 * sum(image_tokens) else f"video.{largest}"
+            try:
+                ids, positions = self.tokens(instruction, row_grids)
+            except TooManyTokens as error:
                 raise Problem(
                     413,
-                    f"this row has {len(ids)} tokens ({sum(image_tokens)} of images); at most "
-                    f"{self.limits.max_tokens} are allowed: shorten the instruction, or send images of another shape",
-                    observation.where.get(blame),
-                )
+                    f"this row has {error} tokens ({images} of images); at most {most} are allowed: shorten the "
+                    "instruction",
+                    observation.where.get("language"),
+                ) from None
             raw_state = {key: value[b] for key, value in observation.state.items()}
             rtc = observation.rtc
             prefix, frozen = None, {}
@@ -267,8 +281,11 @@ class Gr00tPolicy:
                     ramp_rate=rtc.ramp_rate if rtc else 0.0,
                 )
             )
-        places = [(row.frames, n) for row in rows for n in range(len(row.frames))]
-        self._each(lambda frames, n: frames.__setitem__(n, model_frame(frames[n], self.recipe)), places)
+
+        def resize(frames: list[NDArray[np.uint8]], n: int) -> None:
+            frames[n] = model_frame(frames[n], self.recipe)
+
+        self._each(resize, [(row.frames, n) for row in rows for n in range(len(row.frames))])
         return rows
 
     def _each(self, do: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
@@ -282,13 +299,18 @@ class Gr00tPolicy:
             for each in arguments[first :: self.threads]:
                 do(*each)
 
-        list(self.pool.map(share, range(min(self.threads, len(arguments)))))
+        shares = [self.pool.submit(share, first) for first in range(min(self.threads, len(arguments)))]
+        wait(shares)  # all of them, also when one fails: none may go on writing behind the caller's back
+        for each_share in shares:
+            each_share.result()
 
     def _tokens(self, instruction: str, grids: tuple[Grid, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Token ids (L,) and positions (3, L) of an instruction after images with these grids."""
         c = self.config
         merge = c.vision.spatial_merge_size
         ids = torch.tensor(self.encode_prompt(instruction, [h * w // merge**2 for h, w in grids]))
+        if len(ids) > self.limits.max_tokens:
+            raise TooManyTokens(len(ids))  # raised, and so not remembered
         positions = mrope_positions(ids == c.image_token_id, grids, merge)
         return ids.numpy(), positions.numpy()
 
@@ -299,8 +321,13 @@ class Gr00tPolicy:
             Per row its {key: float32 (horizon, width)} in physical units, or a Problem when the network's answer is
             not finite.
         """
-        chunks = self._run_engine(rows) if self.engine else self._run_model(rows)
-        out: list[Actions | Problem] = [UNKNOWN] * len(rows)
+        chunks = np.empty((len(rows), self.config.action_horizon, self.config.max_action_dim), np.float32)
+        for at in self._forwards(rows):
+            together = [rows[b] for b in at]
+            chunks[at] = self._run_engine(together) if self.engine else self._run_model(together)
+        out: list[Actions | Problem] = [
+            Problem(500, "the network's answer to this observation is not finite; no action is sent") for _ in rows
+        ]
         for embodiment in {id(row.embodiment): row.embodiment for row in rows}.values():
             at = [b for b, row in enumerate(rows) if row.embodiment is embodiment]
             states = {g.key: np.stack([rows[b].raw_state[g.key] for b in at]) for g in embodiment.states}
@@ -324,31 +351,37 @@ class Gr00tPolicy:
         images = sum(h * w for h, w in row.grids) // self.config.vision.spatial_merge_size**2
         return row.grids, rung_of(len(row.input_ids) - images, TEXT_RUNGS) or len(row.input_ids)
 
+    def _forwards(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Which rows run together: all, but the engine takes one set of grids, and reproducible mode one shape."""
+        if not (self.engine or self.reproducible):
+            return [list(range(len(rows)))]
+        groups: dict[Any, list[int]] = {}
+        for b, row in enumerate(rows):
+            groups.setdefault(self.shape(row), []).append(b)
+        most = self.rows_per_forward if self.reproducible else len(rows)
+        return [group[first : first + most] for group in groups.values() for first in range(0, len(group), most)]
+
     def _run_model(self, rows: Sequence[Row]) -> Float32:
         """(n, H, A) from the plain network; in reproducible mode padded to the one shape."""
         if not self.reproducible:
             return self.model(self._batch(rows)).float().cpu().numpy()
         images = sum(h * w for h, w in rows[0].grids) // self.config.vision.spatial_merge_size**2
-        text = max(len(row.input_ids) for row in rows) - images
+        text = len(rows[0].input_ids) - images
         padded = [*rows, *[rows[0]] * (self.rows_per_forward - len(rows))]
         batch = self._batch(padded, images + (rung_of(text, TEXT_RUNGS) or text))
         return self.model(batch).float().cpu().numpy()[: len(rows)]
 
     def _run_engine(self, rows: Sequence[Row]) -> Float32:
-        """(n, H, A) from the engine, which takes rows of one set of grids at a time."""
+        """(n, H, A) from the engine."""
         assert self.engine is not None
-        out = np.empty((len(rows), self.config.action_horizon, self.config.max_action_dim), np.float32)
-        for grids in dict.fromkeys(row.grids for row in rows):
-            at = [b for b, row in enumerate(rows) if row.grids == grids]
-            hosts = [
-                HostRow(
-                    row.frames, row.input_ids, row.positions, row.state, self.weight_set[row.embodiment.id], row.seed,
-                    row.prefix, None if row.prefix is None else self._velocity_scale(row),
-                )
-                for row in (rows[b] for b in at)
-            ]  # fmt: skip
-            out[at] = self.engine(hosts, grids, self._each, self.rows_per_forward if self.reproducible else None)
-        return out
+        hosts = [
+            HostRow(
+                row.frames, row.input_ids, row.positions, row.state, self.weight_set[row.embodiment.id], row.seed,
+                row.prefix, None if row.prefix is None else self._velocity_scale(row),
+            )
+            for row in rows
+        ]  # fmt: skip
+        return self.engine(hosts, rows[0].grids, self._each, self.rows_per_forward if self.reproducible else None)
 
     def _velocity_scale(self, row: Row) -> torch.Tensor:
         assert row.prefix is not None

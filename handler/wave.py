@@ -65,6 +65,7 @@ def fill(request: Request, policy: Gr00tPolicy) -> Slot:
         fields, slot.form = decode(request)
         slot.observation = policy.check(fields)
         slot.rows = policy.prepare(slot.observation)
+        slot.observation.video.clear()  # resized by now; the originals would only take memory
     except Problem as problem:
         slot.problem = problem
     except Exception:

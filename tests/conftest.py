@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from handler.policy import Gr00tPolicy
+from handler.policy import Actions, Gr00tPolicy, Row
+from handler.problem import Problem
 from scripts.make_checkpoint import write_checkpoint
 
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
@@ -41,3 +42,14 @@ def observation(policy: Gr00tPolicy, tag: str = LIBERO, seed: int = 0, size: tup
     fields["language"][language] = [[prompt]]
     fields["options"] = {"embodiment_tag": tag, "seed": seed}
     return fields
+
+
+def rows_of(policy: Gr00tPolicy, *fields: dict[str, Any]) -> list[Row]:
+    return [row for f in fields for row in policy.prepare(policy.check(f))]
+
+
+def predict(policy: Gr00tPolicy, rows: list[Row]) -> list[Actions]:
+    """The rows' actions; none may have failed."""
+    results = policy.predict(rows)
+    assert not any(isinstance(result, Problem) for result in results)
+    return results  # type: ignore[return-value]

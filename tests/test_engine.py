@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, rung_of, splits_of
-from handler.policy import Actions, Gr00tPolicy, Row
-from handler.problem import Problem
-from tests.conftest import DROID, LIBERO, observation
+from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, Buffers, HostRow, rung_of, splits_of
+from handler.policy import Gr00tPolicy
+from tests.conftest import DROID, LIBERO, observation, predict, rows_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
 
@@ -19,16 +20,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs nee
 @pytest.fixture(scope="module")
 def fused(checkpoint: Path) -> Gr00tPolicy:
     return Gr00tPolicy(checkpoint, engine=True)
-
-
-def rows_of(policy: Gr00tPolicy, *fields: dict[str, object]) -> list[Row]:
-    return [row for f in fields for row in policy.prepare(policy.check(f))]
-
-
-def predict(policy: Gr00tPolicy, rows: list[Row]) -> list[Actions]:
-    results = policy.predict(rows)
-    assert not any(isinstance(result, Problem) for result in results)
-    return results  # type: ignore[return-value]
 
 
 def test_equals_the_plain_network(policy: Gr00tPolicy, fused: Gr00tPolicy) -> None:
@@ -53,13 +44,56 @@ def test_equals_the_plain_network(policy: Gr00tPolicy, fused: Gr00tPolicy) -> No
             np.testing.assert_allclose(got[key], want[key], rtol=0, atol=1e-5, err_msg=key)
 
 
-def test_padding_rows_and_a_fuller_wave_before_change_no_bit(fused: Gr00tPolicy) -> None:
-    rows = rows_of(fused, *(observation(fused, LIBERO, seed=seed) for seed in range(4)))
-    first = predict(fused, rows[:3])
-    predict(fused, rows)
-    again = predict(fused, rows[:3])
-    for a, b in zip(first, again, strict=True):
-        assert all(np.array_equal(a[key], b[key]) for key in a)
+def test_what_an_earlier_wave_left_in_the_padding_changes_no_bit(fused: Gr00tPolicy) -> None:
+    rows = rows_of(fused, *(observation(fused, LIBERO, seed=seed, prompt="go " * (4 - seed)) for seed in range(4)))
+    engine = fused.engine
+    assert engine is not None
+    grids = rows[0].grids
+    hosts = [HostRow(r.frames, r.input_ids, r.positions, r.state, 0, r.seed, None, None) for r in rows]
+    tokens = engine.tokens(grids, max(len(row.input_ids) for row in rows))
+    plan = engine.fused.plan(grids, tokens)
+
+    def forward(buffers: Buffers, hosts: list[HostRow]) -> torch.Tensor:
+        buffers.load(hosts, engine.images(grids), engine.generator, fused._each)
+        return engine.fused.forward(buffers.inputs, plan).clone()
+
+    used, fresh = (Buffers(engine.fused, 4, tokens, grids) for _ in range(2))
+    full = forward(used, hosts)
+    assert not torch.equal(full[3], full[2])
+    assert torch.equal(forward(used, hosts[1:])[:3], forward(fresh, hosts[1:])[:3])
+
+
+def test_threads_prepare_and_copy_the_same_bits(checkpoint: Path) -> None:
+    """As on a GPU: requests in threads, and each request's frames in others."""
+    policy = Gr00tPolicy(checkpoint, engine=True)
+    fields = [observation(policy, DROID, seed=seed, prompt=f"push the bowl {seed % 5}") for seed in range(12)]
+    serial = rows_of(policy, *fields)
+    want = predict(policy, serial)
+    policy.pool, policy.threads = ThreadPoolExecutor(4), 4
+    with policy.pool, ThreadPoolExecutor(8) as callers:
+        rows = [row for rows in callers.map(lambda f: policy.prepare(policy.check(f)), fields) for row in rows]
+        got = predict(policy, rows)
+    for a, b, x, y in zip(rows, serial, got, want, strict=True):
+        assert all(np.array_equal(m, n) for m, n in zip(a.frames, b.frames, strict=True))
+        assert np.array_equal(a.input_ids, b.input_ids) and np.array_equal(a.state, b.state)
+        assert all(np.array_equal(x[key], y[key]) for key in x)
+
+
+def test_a_share_that_fails_does_not_leave_the_others_running(checkpoint: Path) -> None:
+    policy = Gr00tPolicy(checkpoint)
+    done: list[int] = []
+
+    def work(n: int) -> None:
+        if n == 0:
+            raise ValueError("first")
+        time.sleep(0.05)
+        done.append(n)
+
+    with ThreadPoolExecutor(4) as policy.pool:
+        policy.threads = 4
+        with pytest.raises(ValueError, match="first"):
+            policy._each(work, [(n,) for n in range(4)])
+        assert sorted(done) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("engine", [False, True])
@@ -76,6 +110,9 @@ def test_reproducible_whatever_the_company(checkpoint: Path, engine: bool) -> No
         for i, got in zip(wave, predict(policy, [rows[i] for i in wave]), strict=True):
             assert all(np.array_equal(got[key], solo[i][key]) for key in got)
     assert len({policy.shape(row) for row in rows}) == 2
+    # More rows than one forward has, of both lengths, in one call.
+    for got, want in zip(predict(policy, [*rows, *rows]), [*solo, *solo], strict=True):
+        assert all(np.array_equal(got[key], want[key]) for key in got)
 
 
 @needs_gpu
@@ -110,10 +147,9 @@ def test_graphs_on_a_gpu(checkpoint: Path) -> None:
         answers.append(predict(engine, [*others[:place], me, *others[place:]])[place])
         assert all(np.array_equal(answers[0][key], answers[trial][key]) for key in answers[0])
     new = observation(engine, LIBERO, seed=1, size=(180, 320))  # a new grid: at once, and captured once
-    predict(engine, rows_of(engine, new))
-    assert engine.engine.captures == captured + 1
-    predict(engine, rows_of(engine, new))
-    assert engine.engine.captures == captured + 1
+    for captures in (0, 1, 1):  # at once; captured when it comes again; replayed
+        predict(engine, rows_of(engine, new))
+        assert engine.engine.captures == captured + captures
 
 
 def test_rungs() -> None:

@@ -8,23 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from handler.policy import Actions, Gr00tPolicy, Row
+from handler.policy import Actions, Gr00tPolicy
 from handler.problem import Problem
-from tests.conftest import DROID, LIBERO, observation
+from tests.conftest import DROID, LIBERO, observation, predict, rows_of
 
 PITCH = [0.585219, 0.173371, -1.210474, -1.210474]
 GRIPPER = [-1.2871, 0.684542, -0.911022, -0.384317]
 JOINTS = [-1.067389, 1.236907, -0.756102, 0.977255]
-
-
-def rows_of(policy: Gr00tPolicy, *fields: dict[str, object]) -> list[Row]:
-    return [row for f in fields for row in policy.prepare(policy.check(f))]
-
-
-def predict(policy: Gr00tPolicy, rows: list[Row]) -> list[Actions]:
-    results = policy.predict(rows)
-    assert not any(isinstance(result, Problem) for result in results)
-    return results  # type: ignore[return-value]
 
 
 def assert_same(got: Actions, want: Actions, atol: float = 0.0) -> None:

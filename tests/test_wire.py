@@ -390,6 +390,11 @@ class TestJson:
         body = b'{"a": {"__ndarray__": true, "data": "", "dtype": "O", "shape": [1]}}'
         assert isinstance(decode(plain(body))[0]["a"], dict)
 
+    def test_four_frames_as_pixel_lists_fit(self) -> None:
+        frame = b"[%s]" % b",".join([b"[%s]" % b",".join([b"[1,2,3]"] * 256)] * 256)
+        frames = decode(plain(b'{"a": [%s]}' % b",".join([frame] * 4)))[0]["a"]
+        assert np.array(frames, np.uint8).shape == (4, 256, 256, 3)
+
     def test_number_of_values_is_bounded(self) -> None:
         refused(plain(b'{"a": [%s 1]}' % (b"1," * MAX_VALUES)), 413)
         refused(plain(b'{"a": [%s 1]}' % (b"[]," * MAX_LISTS)), 413)

@@ -30,6 +30,7 @@ from handler.gr00t.model import Gr00t, Grid, VisionConfig, cut_patches, text_rot
 logger = logging.getLogger(__name__)
 
 Grids = tuple[Grid, ...]
+Key = tuple[Grids, int, int]  # a rung: grids, rows, tokens
 Each = Callable[[Callable[..., object], Sequence[tuple[Any, ...]]], None]
 
 # Into how many parts the feed-forward's second product (long K) and an attention's output product are split, by rows
@@ -477,22 +478,26 @@ class Rung:
 
 
 class Engine:
-    """Runs rows of one set of grids, from graphs where a rung holds them.
+    """Runs rows of one set of grids, from graphs where a rung holds them. Its buffers are for one thread.
 
     Args:
         fused: the network.
         max_rows: the largest row rung.
-        max_graphs: captured forwards to keep; the least recently used goes first.
+        row_rungs: by default ROW_RUNGS up to max_rows.
+        spare_graphs: captured forwards to keep beside the ladders of `warm_up`; the least recently used goes first.
     """
 
-    def __init__(self, fused: Fused, max_rows: int, max_graphs: int = 128) -> None:
-        self.fused, self.max_graphs = fused, max_graphs
-        self.row_rungs = [rung for rung in ROW_RUNGS if rung <= max_rows]
-        self.row_rungs += [] if self.row_rungs[-1] == max_rows else [max_rows]
-        self.rungs: OrderedDict[tuple[Grids, int, int], Rung] = OrderedDict()
+    def __init__(
+        self, fused: Fused, max_rows: int, row_rungs: list[int] | None = None, spare_graphs: int = 64
+    ) -> None:
+        self.fused, self.max_graphs = fused, spare_graphs
+        self.row_rungs = row_rungs or sorted({rung for rung in ROW_RUNGS if rung < max_rows} | {max_rows})
+        self.rungs: OrderedDict[Key, Rung] = OrderedDict()
         self.captures = 0
         self.generator = torch.Generator(fused.device)
+        self._seen: set[Key] = set()  # shapes that came once without a graph
         self._pool: Any = None
+        self._stream = torch.cuda.Stream(fused.device) if fused.device.type == "cuda" else None
 
     def images(self, grids: Grids) -> int:
         """Image tokens of a row with these grids."""
@@ -507,6 +512,7 @@ class Engine:
     def warm_up(self, grids: Grids) -> None:
         """Captures the whole ladder for rows with these grids."""
         start = time.perf_counter()
+        self.max_graphs += len(TEXT_RUNGS) * len(self.row_rungs)
         for text in reversed(TEXT_RUNGS):  # the largest first, so that the others fit into its memory
             for rows in reversed(self.row_rungs):
                 self._capture((grids, rows, self.images(grids) + text))
@@ -523,15 +529,18 @@ class Engine:
         tokens = self.tokens(grids, max(len(row.input_ids) for row in rows))
         wanted = fixed_rows or rung_of(len(rows), self.row_rungs) or len(rows)
         key = (grids, wanted, tokens)
-        rung = self.rungs.get(key)
-        if rung is None:
-            # A shape that is new: this wave must not wait for a capture, so it runs as it is; the next will replay.
-            buffers = Buffers(self.fused, wanted, tokens, grids)
-            buffers.load(rows, self.images(grids), self.generator, each)
-            out = self.fused.forward(buffers.inputs, self.fused.plan(grids, tokens)).float().cpu().numpy()[: len(rows)]
+        if key not in self.rungs and key in self._seen and self.fused.device.type == "cuda":
+            # The second wave of a shape waits for its capture, once; the first ran at once.
+            self._seen.discard(key)
             if tokens - self.images(grids) in TEXT_RUNGS and wanted in self.row_rungs:
                 self._capture(key)
-            return out
+        if key not in self.rungs:
+            if len(self._seen) < 1024:
+                self._seen.add(key)
+            buffers = Buffers(self.fused, wanted, tokens, grids)
+            buffers.load(rows, self.images(grids), self.generator, each)
+            return self.fused.forward(buffers.inputs, self.fused.plan(grids, tokens)).float().cpu().numpy()[: len(rows)]
+        rung = self.rungs[key]
         self.rungs.move_to_end(key)
         rung.buffers.load(rows, self.images(grids), self.generator, each)
         rung.graph.replay()
@@ -539,19 +548,19 @@ class Engine:
         torch.cuda.current_stream().synchronize()
         return rung.answer.numpy()[: len(rows)].copy()
 
-    def _capture(self, key: tuple[Grids, int, int]) -> None:
+    def _capture(self, key: Key) -> None:
         if self.fused.device.type != "cuda" or key in self.rungs:
             return
         grids, rows, tokens = key
         plan = self.fused.plan(grids, tokens)
         buffers = Buffers(self.fused, rows, tokens, grids)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # once outside the graph: Triton compiles, cuBLAS takes its workspace
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # once outside the graph: Triton compiles, cuBLAS takes its workspace
             self.fused.forward(buffers.inputs, plan)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool):
+        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             chunks = self.fused.forward(buffers.inputs, plan).float()
         self._pool = self._pool or graph.pool()
         answer = torch.empty(chunks.shape, dtype=torch.float32, pin_memory=True)
