@@ -222,8 +222,9 @@ class Gr00tPolicy:
         c, e = self.config, observation.embodiment
         grids = []
         for camera in e.cameras:
+            height, width = observation.video[camera].shape[2:4]
             try:
-                grids.append(image_grid(observation.video[camera].shape[2:4], self.recipe, c.vision))
+                grids.append(image_grid((height, width), self.recipe, c.vision))
             except ValueError as error:
                 raise Problem(422, f"this image cannot be used: {error}", observation.where.get(f"video.{camera}")
                               ) from None

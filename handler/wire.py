@@ -431,9 +431,9 @@ def _npy(data: bytes, path: tuple[str | int, ...]) -> np.ndarray:
             warnings.simplefilter("ignore")
             version = npy_format.read_magic(file)
             if version == (1, 0):
-                shape, fortran, dtype = npy_format.read_array_header_1_0(file, max_header_size=MAX_NPY_HEADER)
+                shape, fortran, dtype = npy_format.read_array_header_1_0(file, max_header_size=MAX_NPY_HEADER)  # type: ignore
             elif version in ((2, 0), (3, 0)):  # 3 differs in the names of record fields only, which are refused
-                shape, fortran, dtype = npy_format.read_array_header_2_0(file, max_header_size=MAX_NPY_HEADER)
+                shape, fortran, dtype = npy_format.read_array_header_2_0(file, max_header_size=MAX_NPY_HEADER)  # type: ignore
             else:
                 raise ValueError("unknown version")
     except Exception:  # on hostile text Python's parser raises more kinds than it documents
