@@ -59,6 +59,10 @@ class StateGroup:
     std: Float64
     clip: bool
 
+    @cached_property
+    def bound(self) -> Float64:
+        return _bound(self.low, self.high)
+
     @property
     def encoded_width(self) -> int:
         return 2 * self.width if self.method == "sin_cos" else self.width
@@ -96,6 +100,10 @@ class ActionGroup:
     std: Float64
     clip: bool
 
+    @cached_property
+    def bound(self) -> Float64:
+        return _bound(self.low, self.high)
+
     def decode(self, normalized: Float32, reference: Float32 | None) -> Float32:
         """(..., H, width) as the model predicts it -> the same shape, float32, in physical units.
 
@@ -130,6 +138,13 @@ class ActionGroup:
             out = _standardize(values.astype(np.float32), _rows(self.mean, steps), _rows(self.std, steps))
             return np.clip(out, -1.0, 1.0) if self.clip else out
         return _to_unit_range(values.astype(np.float32), _rows(self.low, steps), _rows(self.high, steps), self.clip)
+
+
+def _bound(low: Float64, high: Float64) -> Float64:
+    """The largest size of a value that anything but a broken sensor or client sends: a million times the training's,
+    or a million where that saw small values only. Clipping would hide it from the network, but not from relative
+    actions, which start at the state."""
+    return 1e6 * np.maximum(1.0, np.maximum(np.abs(low), np.abs(high)))
 
 
 def _rows(statistic: Float64, steps: int) -> Float64:

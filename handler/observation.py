@@ -106,7 +106,7 @@ def check(
         pixels -= video[camera].size // 3
     for group in embodiment.states:
         where, value = _take(given, "state", group.key, embodiment)
-        state[group.key], axes[where] = _state(value, where, embodiment.state_steps, group.width)
+        state[group.key], axes[where] = _state(value, where, embodiment.state_steps, group.width, group.bound)
     where, value = _take(given, "language", embodiment.language_keys[0], embodiment)
     instructions, batch = _instructions(value, where, limits)
 
@@ -283,7 +283,7 @@ def _rtc(options: Mapping[str, Any], embodiment: Embodiment, rows: int) -> Rtc |
         at = pointer(*where, group.key)
         if group.key not in given:
             raise Problem(422, f"options.rtc.action has no {group.key!r}; send the whole previous chunk", at)
-        value, batch = _state(given[group.key], at, horizon, group.width)
+        value, batch = _state(given[group.key], at, horizon, group.width, _leading(group.bound, horizon))
         if (batch or 1) != rows:
             raise Problem(422, f"this field has {batch or 1} rows (B), the observation has {rows}", at)
         if group.pose and not valid_pose(value, group.pose):
@@ -302,6 +302,8 @@ def _frames(
     encoded = isinstance(value, (bytes, str)) or (isinstance(value, list) and _leaf_types(value) & {bytes, str})
     array = _decode_frames(value, where, max_pixels, max(max_rows, steps)) if encoded else _array(value, where)
     kind = array.dtype.kind
+    if not array.size:
+        raise Problem(422, f"video is empty: shape {list(array.shape)}", where)
     if kind == "f":
         raise Problem(
             422, f"video is {array.dtype}, expected uint8 from 0 to 255; a float image may mean 0..1 or 0..255, so "
@@ -311,11 +313,9 @@ def _frames(
         raise Problem(422, f"video is {array.dtype}, expected uint8 from 0 to 255", where)
     shapes = f"(B, T, H, W, 3) with T = {steps}, or without B" + (", or (H, W, 3)" if steps == 1 else "")
     array, batch = _with_axes(array, 5, steps, where, "video", shapes)
-    rows, _, height, width, channels = array.shape
+    channels = array.shape[-1]
     if channels != 3:
         raise Problem(422, f"video has {channels} channels (shape {list(array.shape)}), expected 3, RGB last", where)
-    if not (rows and height and width):
-        raise Problem(422, f"video is empty: shape {list(array.shape)}", where)
     if array.size // 3 > max_pixels:
         raise Problem(413, f"the frames have {array.size // 3} pixels; at most {max_pixels} more are allowed", where)
     if array.dtype != np.uint8:
@@ -347,8 +347,10 @@ def _decode_frames(value: Any, where: str, max_pixels: int, most: int, depth: in
 # ------------------------------------------------------------------------------------------------------ state values
 
 
-def _state(value: Any, where: str, steps: int, width: int) -> tuple[Float32, int | None]:
-    """Numbers -> finite float32 (B, T, width), and B as the client gave it."""
+def _state(
+    value: Any, where: str, steps: int, width: int, bound: NDArray[np.float64]
+) -> tuple[Float32, int | None]:
+    """Numbers -> finite float32 (B, T, width) of sizes within `bound`, and B as the client gave it."""
     array = _array(value, where)
     if array.dtype.kind not in "iuf":
         raise Problem(422, f"values are {array.dtype}, expected float32 (other floats and integers are converted)",
@@ -365,12 +367,12 @@ def _state(value: Any, where: str, steps: int, width: int) -> tuple[Float32, int
         raise Problem(422, f"{array.dtype} values are too large for float32", where)
     with np.errstate(over="ignore"):
         out = array.astype(np.float32)
-    if not np.isfinite(out).all():
-        row, step, index = (int(n) for n in np.argwhere(~np.isfinite(out))[0])
-        raise Problem(
-            422, f"value {index} of step {step} of row {row} is {out[row, step, index]} as float32; every value must "
-            "be a finite number", where,
-        )
+    fine = np.abs(out) <= bound
+    if not fine.all():
+        row, step, index = (int(n) for n in np.argwhere(~fine)[0])
+        bad = out[row, step, index]
+        reason = "lies too far outside the checkpoint's statistics" if np.isfinite(bad) else "must be a finite number"
+        raise Problem(422, f"value {index} of step {step} of row {row} is {bad} as float32; it {reason}", where)
     return np.ascontiguousarray(out), batch
 
 
@@ -451,6 +453,11 @@ def _with_axes(array: NDArray[Any], ndim: int, steps: int, where: str, what: str
     if array.shape[1] != steps:
         raise Problem(422, f"{what} has shape {shape}, so T = {array.shape[1]}, expected {shapes}", where)
     return array, batch
+
+
+def _leading(bound: NDArray[np.float64], steps: int) -> NDArray[np.float64]:
+    """Per-step bounds may go on beyond a chunk."""
+    return bound[:steps] if bound.ndim == 2 else bound
 
 
 def _only_known(given: Mapping[str, Any], known: Any, what: str, path: tuple[str, ...]) -> None:

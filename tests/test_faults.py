@@ -20,9 +20,10 @@ from tests.conftest import LIBERO, observation
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("faults")
     faulty = Path(__file__).with_name("faulty_handler.py")
-    archive = build(
-        None, [ROOT / "config" / "batched.yaml"], folder / "store" / "gr00t.mar", LIBERO, handler_file=faulty
-    )
+    patient = folder / "patient.yaml"
+    patient.write_text("maxBatchDelay: 30\n")  # on a busy machine 1 ms can split what has queued up
+    overlays = [ROOT / "config" / "batched.yaml", patient]
+    archive = build(None, overlays, folder / "store" / "gr00t.mar", LIBERO, handler_file=faulty)
     with Server(archive, run_dir=folder / "run") as server:
         yield server
 
