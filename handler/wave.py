@@ -96,7 +96,7 @@ def run(slots: Sequence[Slot], policy: Gr00tPolicy) -> None:
                 slot.problem = Problem(
                     503,
                     "the accelerator failed and the worker starts again; send the request once more",
-                    retry_after=math.ceil(policy.load_seconds) + 5,  # starting Python and warming up take some, too
+                    retry_after=math.ceil(policy.load_seconds) + 10,  # starting Python and warming up take some, too
                 )
         raise
 
