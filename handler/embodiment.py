@@ -109,13 +109,11 @@ class ActionGroup:
 
         reference: (..., 1, width), the last row of state `relative_to`.
         """
-        steps = normalized.shape[-2]
         if self.method == "mean_std":
-            std, mean = _rows(self.std, steps), _rows(self.mean, steps)
-            physical = np.where(std != 0, normalized * std + mean, normalized)
+            physical = np.where(self.std != 0, normalized * self.std + self.mean, normalized)
         else:
-            low, high = _rows(self.low, steps), _rows(self.high, steps)
-            physical = (np.clip(normalized, -1.0, 1.0) + np.float32(1)) / np.float32(2) * (high - low) + low
+            unit = (np.clip(normalized, -1.0, 1.0) + np.float32(1)) / np.float32(2)
+            physical = unit * (self.high - self.low) + self.low
         if reference is None:
             return physical.astype(np.float32)
         if not self.pose:
@@ -365,6 +363,7 @@ def _embodiment(tag: str, identity: int, modality: dict[str, Any], stats: dict[s
         for statistic in s.values():
             if statistic.shape[-1] != width or (statistic.ndim == 2 and len(statistic) < horizon):
                 raise ContractError(f"statistics of action {key!r} have shape {list(statistic.shape)}")
+        s = {name: _rows(statistic, horizon) for name, statistic in s.items()}  # per-step ones may go on beyond a chunk
         method = "mean_std" if key in mean_std else "min_max"
         actions.append(
             ActionGroup(key, width, method, representation, relative_to, pose,

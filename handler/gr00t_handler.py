@@ -78,12 +78,9 @@ class Gr00tHandler(BaseHandler):
         settings = dict(config["handler"])
         gpu = properties.get("gpu_id")
         self.device = torch.device(f"cuda:{gpu}" if gpu is not None and torch.cuda.is_available() else "cpu")
-        self.pool = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # The GPU computes; the CPU decodes and resizes, one request a thread (both release Python's lock).
-            torch.set_num_threads(1)
-            self.pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="prepare")
+            torch.set_num_threads(1)  # the GPU computes
         limits = {name: settings[name] for name in vars(Limits()) if name in settings}
         self.policy = Gr00tPolicy(
             Path(properties["model_dir"]) / settings["checkpoint"],  # an absolute path stands for itself
@@ -95,6 +92,9 @@ class Gr00tHandler(BaseHandler):
             engine=settings["engine"],
             reproducible=settings["reproducible"],
         )
+        self.pool = None
+        if self.device.type == "cuda":  # its cores decode and resize, one request a thread (both free Python's lock)
+            self.pool = ThreadPoolExecutor(self.policy.threads, thread_name_prefix="prepare")
         loaded = time.perf_counter()
         self.policy.warm_up()
         Service.retrieve_data_for_inference = staticmethod(unpack)

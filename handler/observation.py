@@ -283,7 +283,7 @@ def _rtc(options: Mapping[str, Any], embodiment: Embodiment, rows: int) -> Rtc |
         at = pointer(*where, group.key)
         if group.key not in given:
             raise Problem(422, f"options.rtc.action has no {group.key!r}; send the whole previous chunk", at)
-        value, batch = _state(given[group.key], at, horizon, group.width, _leading(group.bound, horizon))
+        value, batch = _state(given[group.key], at, horizon, group.width, group.bound)
         if (batch or 1) != rows:
             raise Problem(422, f"this field has {batch or 1} rows (B), the observation has {rows}", at)
         if group.pose and not valid_pose(value, group.pose):
@@ -453,11 +453,6 @@ def _with_axes(array: NDArray[Any], ndim: int, steps: int, where: str, what: str
     if array.shape[1] != steps:
         raise Problem(422, f"{what} has shape {shape}, so T = {array.shape[1]}, expected {shapes}", where)
     return array, batch
-
-
-def _leading(bound: NDArray[np.float64], steps: int) -> NDArray[np.float64]:
-    """Per-step bounds may go on beyond a chunk."""
-    return bound[:steps] if bound.ndim == 2 else bound
 
 
 def _only_known(given: Mapping[str, Any], known: Any, what: str, path: tuple[str, ...]) -> None:

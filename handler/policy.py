@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from handler.embodiment import Embodiment, Float32, load_embodiments
 from handler.gr00t.checkpoint import CheckpointError, content_hash, load_model, read_json, weight_files
-from handler.gr00t.engine import TEXT_RUNGS, Engine, Fused, HostRow, rung_of
+from handler.gr00t.engine import Engine, Fused, HostRow, image_tokens, padded_length
 from handler.gr00t.model import Batch, Grid, cut_patches, mrope_positions, velocity_scale
 from handler.observation import Limits, Observation, check
 from handler.problem import Problem
@@ -229,8 +229,6 @@ class Gr00tPolicy:
                 raise Problem(422, f"this image cannot be used: {error}", observation.where.get(f"video.{camera}")
                               ) from None
         row_grids = tuple(grids) * e.frames  # (timestep, camera) order
-        merge = c.vision.spatial_merge_size**2
-        image_tokens = [height * width // merge for height, width in row_grids]
         seed = secrets.randbits(32) if observation.seed is None else observation.seed
         states = e.encode_state(observation.state, c.max_state_dim)
         if _absurd(states):
@@ -238,9 +236,9 @@ class Gr00tPolicy:
             raise Problem(422, f"state {key!r} lies too far outside the checkpoint's statistics",
                           observation.where.get(f"state.{key}"))  # fmt: skip
         rows: list[Row] = []
-        images, most = sum(image_tokens), self.limits.max_tokens
+        images, most = image_tokens(row_grids, c.vision), self.limits.max_tokens
         if images > most:
-            largest = e.cameras[int(np.argmax(image_tokens)) % len(e.cameras)]
+            largest = e.cameras[int(np.argmax([height * width for height, width in grids]))]
             raise Problem(
                 413,
                 f"the images of a row have {images} tokens; at most {most} are allowed, with those of the instruction: "
@@ -308,11 +306,10 @@ class Gr00tPolicy:
     def _tokens(self, instruction: str, grids: tuple[Grid, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Token ids (L,) and positions (3, L) of an instruction after images with these grids."""
         c = self.config
-        merge = c.vision.spatial_merge_size
-        ids = torch.tensor(self.encode_prompt(instruction, [h * w // merge**2 for h, w in grids]))
+        ids = torch.tensor(self.encode_prompt(instruction, [image_tokens((grid,), c.vision) for grid in grids]))
         if len(ids) > self.limits.max_tokens:
             raise TooManyTokens(len(ids))  # raised, and so not remembered
-        positions = mrope_positions(ids == c.image_token_id, grids, merge)
+        positions = mrope_positions(ids == c.image_token_id, grids, c.vision.spatial_merge_size)
         return ids.numpy(), positions.numpy()
 
     def predict(self, rows: Sequence[Row]) -> list[Actions | Problem]:
@@ -326,9 +323,7 @@ class Gr00tPolicy:
         for at in self._forwards(rows):
             together = [rows[b] for b in at]
             chunks[at] = self._run_engine(together) if self.engine else self._run_model(together)
-        out: list[Actions | Problem] = [
-            Problem(500, "the network's answer to this observation is not finite; no action is sent") for _ in rows
-        ]
+        out: dict[int, Actions | Problem] = {}
         for embodiment in {id(row.embodiment): row.embodiment for row in rows}.values():
             at = [b for b, row in enumerate(rows) if row.embodiment is embodiment]
             states = {g.key: np.stack([rows[b].raw_state[g.key] for b in at]) for g in embodiment.states}
@@ -343,14 +338,15 @@ class Gr00tPolicy:
                         # The network kept them, but normalised, and so clipped to the statistics' range; the robot is
                         # already on its way along these very rows.
                         actions[key][: len(frozen)] = frozen
-        return out
+                else:
+                    out[b] = Problem(500, "the network's answer to this observation is not finite; no action is sent")
+        return [out[b] for b in range(len(rows))]
 
     def shape(self, row: Row) -> Any:
         """Rows of one shape share a forward: their grids, and in reproducible mode their token rung too."""
         if not self.reproducible:
             return row.grids
-        images = sum(h * w for h, w in row.grids) // self.config.vision.spatial_merge_size**2
-        return row.grids, rung_of(len(row.input_ids) - images, TEXT_RUNGS) or len(row.input_ids)
+        return row.grids, padded_length(row.grids, len(row.input_ids), self.config.vision)
 
     def _forwards(self, rows: Sequence[Row]) -> list[list[int]]:
         """Which rows run together: all, but the engine takes one set of grids, and reproducible mode one shape."""
@@ -366,10 +362,8 @@ class Gr00tPolicy:
         """(n, H, A) from the plain network; in reproducible mode padded to the one shape."""
         if not self.reproducible:
             return self.model(self._batch(rows)).float().cpu().numpy()
-        images = sum(h * w for h, w in rows[0].grids) // self.config.vision.spatial_merge_size**2
-        text = len(rows[0].input_ids) - images
         padded = [*rows, *[rows[0]] * (self.rows_per_forward - len(rows))]
-        batch = self._batch(padded, images + (rung_of(text, TEXT_RUNGS) or text))
+        batch = self._batch(padded, padded_length(rows[0].grids, len(rows[0].input_ids), self.config.vision))
         return self.model(batch).float().cpu().numpy()[: len(rows)]
 
     def _run_engine(self, rows: Sequence[Row]) -> Float32:

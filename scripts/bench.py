@@ -1,7 +1,7 @@
 """Measures a served checkpoint: closed-loop robots in processes of their own, more of them in every step.
 
-Each client sends its own observation, waits for the actions and sends again. Before the sweep every client's answer
-is compared with what it gets in company. Prints a table; `--json FILE` keeps the figures.
+Each client sends its own observation, waits for the actions and sends again. Every client's answer in company
+is compared with the one that it got alone, before the sweep. Prints a table; `--json FILE` keeps the figures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import requests
 import torch
 
 from scripts.package import MODEL_NAME, ROOT, build
-from scripts.serve import Server, StartError
+from scripts.serve import Server, StartError, local_session
 
 
 def pack(value: Any) -> Any:
@@ -74,8 +74,7 @@ def client(
     out: multiprocessing.Queue[Any],
 ) -> None:  # fmt: skip
     """A robot in a process of its own: `warmup` requests, then `count` timed ones, all at once with the others."""
-    session, records, last = requests.Session(), [], {}
-    session.trust_env = False
+    session, records, last = local_session(), [], {}
     for _ in range(warmup):
         ask(session, url, key, body)
     start.wait()
@@ -165,8 +164,7 @@ def sweep(server: Server, args: argparse.Namespace, started_s: float) -> dict[st
     bodies = [
         msgpack.packb(pack(observation(contract, tag, tuple(args.size), seed))) for seed in range(max(args.clients))
     ]
-    with requests.Session() as session:
-        session.trust_env = False
+    with local_session() as session:
         solo = [arrays(ask(session, server.predict_url, server.inference_key, body)) for body in bodies]
     report = {
         "command": "./scripts/bench " + " ".join(relative(word) for word in sys.argv[1:]),

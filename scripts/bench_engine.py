@@ -34,15 +34,20 @@ WORDS = TEXT.split()
 
 
 def observation(policy: Gr00tPolicy, preset: str, seed: int, words: int = 11) -> dict[str, Any]:
-    """Random frames and states, an instruction of so many words; `seed` is also the noise's."""
+    """A random observation of a preset, with an instruction of so many words."""
     tag, size = PRESETS[preset]
+    return random_observation(policy, tag, size, " ".join(WORDS[i % len(WORDS)] for i in range(words)), seed)
+
+
+def random_observation(policy: Gr00tPolicy, tag: str, size: tuple[int, int], prompt: str, seed: int) -> dict[str, Any]:
+    """An observation of one row with random frames and state, as a client would nest it; `seed` is also its noise's."""
     rng = np.random.default_rng(seed)
     fields = policy.example(tag)
     for camera, frames in fields["video"].items():
         fields["video"][camera] = rng.integers(0, 256, (*frames.shape[:2], *size, 3), dtype=np.uint8)
     for key, value in fields["state"].items():
         fields["state"][key] = value + rng.uniform(-0.2, 0.2, value.shape).astype(np.float32)
-    fields["language"] = {next(iter(fields["language"])): [[" ".join(WORDS[i % len(WORDS)] for i in range(words))]]}
+    fields["language"] = {next(iter(fields["language"])): [[prompt]]}
     fields["options"] = {"embodiment_tag": tag, "seed": seed}
     return fields
 

@@ -49,6 +49,13 @@ class StartError(RuntimeError):
     """TorchServe did not come up, or not with the settings it was given. The text says why."""
 
 
+def local_session() -> requests.Session:
+    """A session for a server on this machine: a key must not go to a proxy."""
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
+
 class Server:
     """TorchServe with one archive, on loopback: `with Server(archive, run_dir=...) as server: ...`.
 
@@ -153,8 +160,7 @@ class Server:
         """What the management API says of the model; `customized` adds the handler's contract, from a worker."""
         headers = {"Authorization": f"Bearer {self.management_key}"} if self.management_key else {}
         url = f"{self.management_url}/models/{MODEL_NAME}"
-        with requests.Session() as session:
-            session.trust_env = False  # the key must not go to a proxy
+        with local_session() as session:
             reply = session.get(url, params={"customized": "true"} if customized else {}, headers=headers, timeout=30)
         reply.raise_for_status()
         model: dict[str, Any] = reply.json()[0]

@@ -18,7 +18,7 @@ import numpy as np
 import requests
 from PIL import Image
 
-from scripts.serve import Server
+from scripts.serve import Server, local_session
 
 Body = tuple[dict[str, str], bytes]  # headers, body
 
@@ -82,8 +82,7 @@ def as_multipart(fields: dict[str, Any]) -> Body:
 
 def post(server: Server, body: Body, url: str | None = None) -> requests.Response:
     headers = {"Authorization": f"Bearer {server.inference_key}", **body[0]}
-    with requests.Session() as session:
-        session.trust_env = False
+    with local_session() as session:
         return session.post(url or server.predict_url, data=body[1], headers=headers, timeout=60)
 
 
@@ -106,7 +105,8 @@ def read(reply: requests.Response) -> tuple[dict[str, np.ndarray], dict[str, Any
 
 def arrived(server: Server) -> int:
     """Predictions that TorchServe has taken in and queued so far."""
-    text = requests.get(f"{server.metrics_url}/metrics", timeout=30).text
+    with local_session() as session:
+        text = session.get(f"{server.metrics_url}/metrics", timeout=30).text
     counts = re.findall(r"^ts_inference_requests_total\{.*\} (\S+)$", text, re.MULTILINE)
     return sum(int(float(count)) for count in counts)
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
+from scripts.bench_engine import random_observation
 from scripts.make_checkpoint import write_checkpoint
 
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
@@ -32,16 +32,7 @@ def policy(checkpoint: Path) -> Iterator[Gr00tPolicy]:
 def observation(policy: Gr00tPolicy, tag: str = LIBERO, seed: int = 0, size: tuple[int, int] = (256, 256),
                 prompt: str = "pick up the bowl") -> dict[str, Any]:
     """An observation of one row with random frames and state, as a client would nest it; `seed` is also its noise's."""
-    rng = np.random.default_rng(seed)
-    fields = policy.example(tag)
-    for camera, frames in fields["video"].items():
-        fields["video"][camera] = rng.integers(0, 256, (*frames.shape[:2], *size, 3), dtype=np.uint8)
-    for key, value in fields["state"].items():
-        fields["state"][key] = value + rng.uniform(-0.2, 0.2, value.shape).astype(np.float32)
-    language = next(iter(fields["language"]))
-    fields["language"][language] = [[prompt]]
-    fields["options"] = {"embodiment_tag": tag, "seed": seed}
-    return fields
+    return random_observation(policy, tag, size, prompt, seed)
 
 
 def rows_of(policy: Gr00tPolicy, *fields: dict[str, Any]) -> list[Row]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import torch
@@ -16,18 +15,13 @@ from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
 from handler.wave import ContextLost, Slot, fill, run
 from handler.wire import Part, Request
+from tests.client import as_msgpack
 from tests.conftest import DROID, LIBERO, observation
 
 
-def openpi(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return {"__ndarray__": True, "data": value.tobytes(), "dtype": value.dtype.str, "shape": list(value.shape)}
-    return {key: openpi(inner) for key, inner in value.items()} if isinstance(value, dict) else value
-
-
 def request(fields: dict[str, Any]) -> Request:
-    headers = {"content-type": "application/msgpack"}
-    return Request(headers, [Part("body", "application/msgpack", msgpack.packb(openpi(fields)))])
+    headers, body = as_msgpack(fields)
+    return Request({"content-type": headers["Content-Type"]}, [Part("body", headers["Content-Type"], body)])
 
 
 class Forwards:

@@ -77,8 +77,6 @@ def read_tensors(files: list[Path], device: torch.device) -> Iterator[tuple[str,
                     name = TOP_LEVEL.sub("", key)
                     if name not in UNUSED:
                         yield name, tensors.get_tensor(key)
-        except CheckpointError:
-            raise
         except Exception as error:  # safetensors raises its own type, OSError or RuntimeError, by what is broken
             raise CheckpointError(f"{file.name} cannot be read: {error}") from error
 

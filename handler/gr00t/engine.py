@@ -5,7 +5,7 @@ worked out beforehand: AdaLN scales and shifts of the four timesteps, the action
 position tables of a grid, and keys and values of the cross-attention once per forward. `Engine` captures it as CUDA
 graphs for a ladder of row counts and token lengths; a wave takes the smallest rung that holds it.
 
-Shapes: R rows of a rung, L tokens of a rung, H action steps, A action width, P patches of a row's images.
+Shapes: R rows of a rung, L tokens of a rung, H action steps, A action width.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ Each = Callable[[Callable[..., object], Sequence[tuple[Any, ...]]], None]
 # of tokens up to a bound; one part beyond the last. Measured on an H200 at the published widths.
 FEED_FORWARD_SPLITS = ((128, 3), (256, 2), (512, 3), (1024, 2))
 OUT_SPLITS = ((256, 1), (512, 2))
-
 
 
 @dataclass(frozen=True)
@@ -384,6 +383,18 @@ def rung_of(count: int, rungs: Sequence[int]) -> int | None:
     return next((rung for rung in rungs if rung >= count), None)
 
 
+def image_tokens(grids: Grids, vision: VisionConfig) -> int:
+    """Image tokens of a row with these grids."""
+    return sum(height * width for height, width in grids) // vision.spatial_merge_size**2
+
+
+def padded_length(grids: Grids, length: int, vision: VisionConfig) -> int:
+    """The token rung of rows of at most `length` tokens; beyond the last, their own length."""
+    images = image_tokens(grids, vision)
+    rung = rung_of(length - images, TEXT_RUNGS)
+    return length if rung is None else images + rung
+
+
 @dataclass(frozen=True)
 class HostRow:
     """One row on the host: arrays that `Inputs` joins.
@@ -500,14 +511,12 @@ class Engine:
         self._stream = torch.cuda.Stream(fused.device) if fused.device.type == "cuda" else None
 
     def images(self, grids: Grids) -> int:
-        """Image tokens of a row with these grids."""
-        return sum(h * w for h, w in grids) // self.fused.config.vision.spatial_merge_size**2
+        """See `image_tokens`."""
+        return image_tokens(grids, self.fused.config.vision)
 
     def tokens(self, grids: Grids, length: int) -> int:
-        """The token rung of rows of at most `length` tokens; beyond the last, their own length."""
-        images = self.images(grids)
-        rung = rung_of(length - images, TEXT_RUNGS)
-        return length if rung is None else images + rung
+        """See `padded_length`."""
+        return padded_length(grids, length, self.fused.config.vision)
 
     def warm_up(self, grids: Grids) -> None:
         """Captures the whole ladder for rows with these grids."""
