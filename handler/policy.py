@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from handler.embodiment import Embodiment, Float32, load_embodiments
 from handler.gr00t.checkpoint import CheckpointError, content_hash, load_model, read_json, weight_files
-from handler.gr00t.engine import Engine, Fused, HostRow, image_tokens, padded_length
+from handler.gr00t.engine import Engine, Fused, HostRow, frame_values, image_tokens, padded_length
 from handler.gr00t.model import Batch, Grid, cut_patches, mrope_positions, velocity_scale
 from handler.observation import Limits, Observation, check
 from handler.problem import Problem
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 Actions = dict[str, Float32]
 
 REPRODUCIBLE_ROWS = 8  # the one row count of reproducible mode
+MAX_PINNED_ROW = 2 << 20  # bytes of a row's frames; two of 256x256 have 393,216
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Row:
     Attributes:
         embodiment: chooses the weight set and how the chunk is decoded.
         grids: patch grids of its images, in (timestep, camera) order; rows join one forward when these agree.
-        frames: its images as the network sees them, uint8 (h, w, 3) each, in that order.
+        frames: its images as the network sees them, uint8 (h, w, 3) each, in that order, as one flat tensor.
         input_ids, positions: int64 (L,) and (3, L).
         state: float32 (T * max_state_dim,), normalised.
         raw_state: {key: float32 (T, width)}, physical units; relative actions refer to its last row.
@@ -57,7 +58,7 @@ class Row:
 
     embodiment: Embodiment
     grids: tuple[Grid, ...]
-    frames: list[NDArray[np.uint8]]
+    frames: torch.Tensor
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     state: Float32
@@ -245,6 +246,8 @@ class Gr00tPolicy:
                 "send images of another shape",
                 observation.where.get(f"video.{largest}"),
             )
+        values = frame_values(row_grids, c.vision)
+        frames = self._frames(observation.rows, sum(values))
         for b, instruction in enumerate(observation.instructions):
             try:
                 ids, positions = self.tokens(instruction, row_grids)
@@ -269,7 +272,7 @@ class Gr00tPolicy:
                 Row(
                     embodiment=e,
                     grids=row_grids,
-                    frames=[observation.video[camera][b, t] for t in range(e.frames) for camera in e.cameras],
+                    frames=frames[b],
                     input_ids=ids,
                     positions=positions,
                     state=states[b].reshape(-1),
@@ -281,25 +284,37 @@ class Gr00tPolicy:
                 )
             )
 
-        def resize(frames: list[NDArray[np.uint8]], n: int) -> None:
-            frames[n] = model_frame(frames[n], self.recipe)
+        def resize(place: NDArray[np.uint8], frame: NDArray[np.uint8]) -> None:
+            image = model_frame(frame, self.recipe)
+            place.reshape(image.shape)[...] = image
 
-        self._each(resize, [(row.frames, n) for row in rows for n in range(len(row.frames))])
+        places = np.split(frames.numpy(), np.cumsum(values)[:-1], axis=1)
+        sources = [observation.video[camera][:, t] for t in range(e.frames) for camera in e.cameras]
+        self._each(resize, [pair for place, source in zip(places, sources, strict=True)
+                            for pair in zip(place, source, strict=True)])  # fmt: skip
         return rows
+
+    def _frames(self, rows: int, values: int) -> torch.Tensor:
+        """Room for resized frames, uint8 (rows, values), from where a GPU fetches them by itself where it is pinned.
+
+        PyTorch keeps pinned memory for the next request and never gives it back, so large rows get none.
+        """
+        pinned = self.device.type == "cuda" and values <= MAX_PINNED_ROW
+        return torch.empty(rows, values, dtype=torch.uint8, pin_memory=pinned)
 
     def _each(self, do: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Calls `do` with each of the arguments, many of them side by side: resizing and copying free Python's lock."""
-        if self.pool is None or len(arguments) < 4:
-            for each in arguments:
-                do(*each)
-            return
+        count = 1 if self.pool is None else min(self.threads, len(arguments) // 2) or 1
 
         def share(first: int) -> None:
-            for each in arguments[first :: self.threads]:
+            for each in arguments[first::count]:
                 do(*each)
 
-        shares = [self.pool.submit(share, first) for first in range(min(self.threads, len(arguments)))]
-        wait(shares)  # all of them, also when one fails: none may go on writing behind the caller's back
+        shares = [self.pool.submit(share, first) for first in range(1, count)] if self.pool else []
+        try:
+            share(0)
+        finally:
+            wait(shares)  # all of them, also when one fails: none may go on writing behind the caller's back
         for each_share in shares:
             each_share.result()
 
@@ -376,7 +391,7 @@ class Gr00tPolicy:
             )
             for row in rows
         ]  # fmt: skip
-        return self.engine(hosts, rows[0].grids, self._each, self.rows_per_forward if self.reproducible else None)
+        return self.engine(hosts, rows[0].grids, self.rows_per_forward if self.reproducible else None)
 
     def _velocity_scale(self, row: Row) -> torch.Tensor:
         assert row.prefix is not None
@@ -426,19 +441,25 @@ class Gr00tPolicy:
             positions=positions.to(device),
             lengths=lengths,
             grids=[row.grids for row in rows],
-            pixels=self._pixels([frame for row in rows for frame in row.frames]),
+            pixels=self._pixels(rows),
             state=torch.from_numpy(np.stack([row.state for row in rows])).to(device, dtype),
             embodiment_id=torch.tensor([row.embodiment.id for row in rows], device=device),
             noise=noise,
             velocity_scale=scale.to(device, dtype),
         )
 
-    def _pixels(self, frames: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
+    def _pixels(self, rows: Sequence[Row]) -> torch.Tensor:
         """The patches of all frames, one after the other: (P, values) in the compute dtype."""
-        alike = len({frame.shape for frame in frames}) == 1
-        stacks = [np.stack(frames)] if alike else [frame[None] for frame in frames]
-        cut = (cut_patches(torch.from_numpy(s).to(self.device), self.config.vision, self.dtype) for s in stacks)
-        return torch.cat([patches.flatten(0, 1) for patches in cut])
+        vision = self.config.vision
+        frames = torch.cat([row.frames for row in rows]).to(self.device)
+        grids = [grid for row in rows for grid in row.grids]
+        alike = len(set(grids)) == 1
+        pieces = [frames] if alike else frames.split(frame_values(grids, vision))
+        cut = []
+        for piece, (h, w) in zip(pieces, grids, strict=False):
+            images = piece.view(-1, h * vision.patch_size, w * vision.patch_size, vision.in_channels)
+            cut.append(cut_patches(images, vision, self.dtype).flatten(0, 1))
+        return torch.cat(cut)
 
     # ---------------------------------------------------------------------------------------------------- the rest
 

@@ -229,7 +229,7 @@ def measure(policy: Gr00tPolicy, preset: str, counts: Sequence[int], repeats: in
             grids = rows[0].grids
             rung = policy.engine.rungs[grids, next(r for r in policy.engine.row_rungs if r >= count),
                                        policy.engine.tokens(grids, len(rows[0].input_ids))]  # fmt: skip
-            line["gpu_ms"] = event_ms(rung.graph.replay, repeats)
+            line["gpu_ms"] = event_ms(rung.replay, repeats)
         out.append(line)
     return out
 

@@ -3,7 +3,8 @@
 `Fused` computes what `model.Gr00t` computes, for rows whose images have the same patch grids, with everything constant
 worked out beforehand: AdaLN scales and shifts of the four timesteps, the action encoder's time branch, rotary and
 position tables of a grid, and keys and values of the cross-attention once per forward. `Engine` captures it as CUDA
-graphs for a ladder of row counts and token lengths; a wave takes the smallest rung that holds it.
+graphs for a ladder of row counts and token lengths; a wave takes the smallest rung that holds it. The vision tower is a
+graph of its own: it starts as soon as the frames are there, and the host prepares the rest meanwhile.
 
 Shapes: R rows of a rung, L tokens of a rung, H action steps, A action width.
 """
@@ -16,7 +17,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -28,10 +30,11 @@ from handler.gr00t.kernels import Sums, add_norm, attend, gelu_linear, linear_sp
 from handler.gr00t.model import Gr00t, Grid, VisionConfig, cut_patches, text_rotary, vision_rotary
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 Grids = tuple[Grid, ...]
 Key = tuple[Grids, int, int]  # a rung: grids, rows, tokens
-Each = Callable[[Callable[..., object], Sequence[tuple[Any, ...]]], None]
+Tables = dict[Grid, tuple[Tensor, Tensor, Tensor]]  # per distinct grid its position table and rotary cos and sin
 
 # Into how many parts the feed-forward's second product (long K) and an attention's output product are split, by rows
 # of tokens up to a bound; one part beyond the last. Measured on an H200 at the published widths.
@@ -41,10 +44,9 @@ OUT_SPLITS = ((256, 1), (512, 2))
 
 @dataclass(frozen=True)
 class Inputs:
-    """One forward's input, on the device; R and L are those of a rung.
+    """One forward's input beside the frames, on the device; R and L are those of a rung.
 
     Attributes:
-        frames: uint8 (R, values): a row's images, (h, w, 3) each, one after the other.
         input_ids: int64 (R, L), right-padded; positions: int64 (3, R, L).
         text_counts, counts: int32 (R,), each row's real tokens: those that are no image, and all.
         state: (R, state_history_length * max_state_dim) float32.
@@ -52,7 +54,6 @@ class Inputs:
         noise: (R, H, A), in the model's dtype; velocity_scale: (R, H, 1) float32.
     """
 
-    frames: Tensor
     input_ids: Tensor
     positions: Tensor
     text_counts: Tensor
@@ -65,20 +66,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a row's grids and token rung fix.
+    """Where the image tokens and all other tokens stand in a row of L, int64: what its grids and token rung fix."""
 
-    Attributes:
-        grids: of a row's images, in order; tables: per distinct grid its position table and rotary cos and sin.
-        image_index, text_index: int64, where the image tokens and all other tokens stand in a row of L.
-    """
-
-    grids: Grids
-    tables: dict[Grid, tuple[Tensor, Tensor, Tensor]]
     image_index: Tensor
     text_index: Tensor
 
 
-def frame_values(grids: Grids, vision: VisionConfig) -> list[int]:
+def frame_values(grids: Sequence[Grid], vision: VisionConfig) -> list[int]:
     """How many uint8 values each image of these grids has."""
     return [h * w * vision.patch_size**2 * vision.in_channels for h, w in grids]
 
@@ -205,8 +199,8 @@ class Fused:
     # ---------------------------------------------------------------------------------------------------- constants
 
     @torch.inference_mode()
-    def plan(self, grids: Grids, tokens: int) -> Plan:
-        """The constants of rows with these image grids, in a rung of so many tokens."""
+    def tables(self, grids: Grids) -> Tables:
+        """The vision tower's constants for images with these grids."""
         c = self.config
         tables = {}
         for grid in dict.fromkeys(grids):
@@ -214,42 +208,44 @@ class Fused:
             half = cos.shape[-1] // 2
             position = self.vision.position(grid) + self.vision.patch_embed.proj.bias
             tables[grid] = (position.to(self.dtype), cos[:, :half].contiguous(), sin[:, :half].contiguous())
+        return tables
+
+    def plan(self, grids: Grids, tokens: int) -> Plan:
+        """The constants of rows with these image grids, in a rung of so many tokens."""
+        c = self.config
         image, at = [], self.lead
         for h, w in grids:
             count = h * w // c.vision.spatial_merge_size**2
             image += list(range(at, at + count))
             at += count + 2  # <|vision_end|> and the next image's <|vision_start|>
         text = sorted(set(range(tokens)) - set(image))
-        return Plan(
-            grids, tables, torch.tensor(image, device=self.device), torch.tensor(text, device=self.device)
-        )
+        return Plan(torch.tensor(image, device=self.device), torch.tensor(text, device=self.device))
 
     # ------------------------------------------------------------------------------------------------------ forward
 
     @torch.inference_mode()
-    def forward(self, x: Inputs, plan: Plan) -> Tensor:
-        """R action chunks, normalised: (R, H, A) in the model's dtype."""
-        context = self._context(x, plan)
-        return self._denoise(x, context, plan)
-
-    def _images(self, x: Inputs, plan: Plan) -> tuple[Tensor, list[Tensor]]:
-        """Image tokens and DeepStack taps, each (R, image tokens of a row, width)."""
-        rows, vision = x.frames.shape[0], self.config.vision
-        pieces = x.frames.split(frame_values(plan.grids, vision), dim=1)
+    def look(self, frames: Tensor, grids: Grids, tables: Tables) -> list[Tensor]:
+        """The images of R rows: uint8 (R, values), a row's images (h, w, 3) one after the other
+        -> [tokens, *DeepStack taps], each (R, image tokens of a row, width)."""
+        rows, vision = frames.shape[0], self.config.vision
+        pieces = frames.split(frame_values(grids, vision), dim=1)
         done: dict[int, list[Tensor]] = {}
-        for grid, tables in plan.tables.items():
-            at = [j for j, g in enumerate(plan.grids) if g == grid]
-            joined = x.frames if len(at) == len(pieces) else torch.cat([pieces[j] for j in at], dim=1)
-            frames = joined.view(-1, grid[0] * vision.patch_size, grid[1] * vision.patch_size, vision.in_channels)
-            pixels = cut_patches(frames, vision, self.dtype).flatten(0, 1)
-            outputs = [t.view(rows, len(at), -1, t.shape[-1]) for t in self._see(pixels, *tables)]
+        for grid, constants in tables.items():
+            at = [j for j, g in enumerate(grids) if g == grid]
+            joined = frames if len(at) == len(pieces) else torch.cat([pieces[j] for j in at], dim=1)
+            images = joined.view(-1, grid[0] * vision.patch_size, grid[1] * vision.patch_size, vision.in_channels)
+            pixels = cut_patches(images, vision, self.dtype).flatten(0, 1)
+            outputs = [t.view(rows, len(at), -1, t.shape[-1]) for t in self._see(pixels, *constants)]
             if len(at) == len(pieces):
-                tokens, *taps = (t.flatten(1, 2) for t in outputs)
-                return tokens, taps
+                return [t.flatten(1, 2) for t in outputs]
             for n, j in enumerate(at):
                 done[j] = [t[:, n] for t in outputs]
-        tokens, *taps = (torch.cat([done[j][k] for j in range(len(pieces))], dim=1) for k in range(len(done[0])))
-        return tokens, taps
+        return [torch.cat([done[j][k] for j in range(len(pieces))], dim=1) for k in range(len(done[0]))]
+
+    @torch.inference_mode()
+    def act(self, x: Inputs, seen: list[Tensor], plan: Plan) -> Tensor:
+        """R action chunks, normalised: (R, H, A) in the model's dtype; `seen` is what `look` returned."""
+        return self._denoise(x, self._context(x, seen, plan), plan)
 
     def _see(self, pixels: Tensor, position: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """The vision tower over images of one grid: pixels (N, values) -> [tokens, *taps], (N / 4, width) each."""
@@ -283,10 +279,10 @@ class Fused:
     def _merge(x: Tensor, merger: Any) -> Tensor:
         return merger.linear_fc2(F.gelu(merger.linear_fc1(x)))
 
-    def _context(self, x: Inputs, plan: Plan) -> Tensor:
+    def _context(self, x: Inputs, seen: list[Tensor], plan: Plan) -> Tensor:
         """Vision-language tokens as the action head sees them: (R * L, width)."""
         c = self.config
-        tokens, taps = self._images(x, plan)
+        tokens, *taps = seen
         rows, length = x.input_ids.shape
         embedded = F.embedding(x.input_ids, self.embed)
         embedded.index_copy_(1, plan.image_index, tokens)
@@ -397,13 +393,14 @@ def padded_length(grids: Grids, length: int, vision: VisionConfig) -> int:
 
 @dataclass(frozen=True)
 class HostRow:
-    """One row on the host: arrays that `Inputs` joins.
+    """One row on the host: what `Inputs` joins.
 
-    frames: uint8 (h, w, 3) each; input_ids: int64 (L,); positions: int64 (3, L); state: float32; embodiment: the
-    index into the engine's weight sets; seed, prefix (overlap, A) or None, velocity_scale (H,) or None: see `policy`.
+    frames: uint8 (values,), images of (h, w, 3) one after the other; input_ids: int64 (L,); positions: int64 (3, L);
+    state: float32; embodiment: the index into the engine's weight sets; seed, prefix (overlap, A) or None,
+    velocity_scale (H,) or None: see `policy`.
     """
 
-    frames: list[NDArray[np.uint8]]
+    frames: Tensor
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     state: NDArray[np.float32]
@@ -416,11 +413,9 @@ class HostRow:
 class Buffers:
     """A rung's inputs, packed: one pinned host block, one device block, and views of both, so one copy moves all."""
 
-    def __init__(self, fused: Fused, rows: int, tokens: int, grids: Grids) -> None:
+    def __init__(self, fused: Fused, rows: int, tokens: int) -> None:
         c = fused.config
-        self.values = frame_values(grids, c.vision)
         fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "frames": ((rows, sum(self.values)), torch.uint8),
             "input_ids": ((rows, tokens), torch.int64),
             "positions": ((3, rows, tokens), torch.int64),
             "text_counts": ((rows,), torch.int32),
@@ -450,24 +445,17 @@ class Buffers:
         self.on_host["velocity_scale"][:] = 1
         self.block.copy_(self.host)
 
-    def load(self, rows: Sequence[HostRow], images: int, generator: torch.Generator, each: Each) -> None:
+    def load(self, rows: Sequence[HostRow], images: int, generator: torch.Generator) -> None:
         """Puts `rows` into the first places, and starts their way to the device."""
         host, noise = self.on_host, self.inputs.noise
-
-        def copy(b: int) -> None:
-            row, at = rows[b], 0
+        for b, row in enumerate(rows):
             length = len(row.input_ids)
-            for values, frame in zip(self.values, row.frames, strict=True):
-                host["frames"][b, at : at + values] = frame.reshape(-1)
-                at += values
             host["input_ids"][b, :length] = row.input_ids
             host["positions"][:, b, :length] = row.positions
             host["counts"][b], host["text_counts"][b] = length, length - images
             host["state"][b] = row.state
             host["embodiment"][b] = row.embodiment
             host["velocity_scale"][b, :, 0] = 1.0 if row.velocity_scale is None else row.velocity_scale
-
-        each(copy, [(b,) for b in range(len(rows))])
         self.block.copy_(self.host, non_blocking=True)
         for b, row in enumerate(rows):
             # Each row alone, as the reference draws a single row: (1, H, A) on the device, in the compute dtype.
@@ -478,14 +466,30 @@ class Buffers:
 
 
 @dataclass
-class Rung:
-    """A captured forward: its inputs and constants, whose memory the graph reads, and where its answer appears."""
+class Look:
+    """The captured vision tower for so many rows of some grids: what its graph reads, and where its answer appears."""
 
+    frames: Tensor
+    tables: Tables
+    graph: torch.cuda.CUDAGraph
+    seen: list[Tensor]
+
+
+@dataclass
+class Rung:
+    """The captured rest of a forward: its inputs and constants, whose memory the graph reads, and its answer."""
+
+    look: Look
     buffers: Buffers
     plan: Plan
     graph: torch.cuda.CUDAGraph
     chunks: Tensor  # float32 (R, H, A) on the device
     answer: Tensor  # the same, pinned on the host
+
+    def replay(self) -> None:
+        """The whole forward, on what the buffers hold."""
+        self.look.graph.replay()
+        self.graph.replay()
 
 
 class Engine:
@@ -495,7 +499,7 @@ class Engine:
         fused: the network.
         max_rows: the largest row rung.
         row_rungs: by default ROW_RUNGS up to max_rows.
-        spare_graphs: captured forwards to keep beside the ladders of `warm_up`; the least recently used goes first.
+        spare_graphs: rungs to keep beside the ladders of `warm_up`; the least recently used goes first.
     """
 
     def __init__(
@@ -504,8 +508,9 @@ class Engine:
         self.fused, self.max_graphs = fused, spare_graphs
         self.row_rungs = row_rungs or sorted({rung for rung in ROW_RUNGS if rung < max_rows} | {max_rows})
         self.rungs: OrderedDict[Key, Rung] = OrderedDict()
-        self.captures = 0
+        self.captures = 0  # of rungs
         self.generator = torch.Generator(fused.device)
+        self._looks: WeakValueDictionary[tuple[Grids, int], Look] = WeakValueDictionary()  # as long as a rung has it
         self._seen: set[Key] = set()  # shapes that came once without a graph
         self._pool: Any = None
         self._stream = torch.cuda.Stream(fused.device) if fused.device.type == "cuda" else None
@@ -528,17 +533,15 @@ class Engine:
             logger.info("captured %d tokens, up to %d rows, after %.1f s", self.images(grids) + text,
                         self.row_rungs[-1], time.perf_counter() - start)  # fmt: skip
 
+    @torch.inference_mode()
     def __call__(
-        self, rows: Sequence[HostRow], grids: Grids, each: Each, fixed_rows: int | None = None
+        self, rows: Sequence[HostRow], grids: Grids, fixed_rows: int | None = None
     ) -> NDArray[np.float32]:
-        """The rows' chunks, normalised: (n, H, A) float32 on the host.
-
-        each: calls a function with each of some arguments, in whatever threads. fixed_rows: the row rung to use.
-        """
+        """The rows' chunks, normalised: (n, H, A) float32 on the host. fixed_rows: the row rung to use."""
         tokens = self.tokens(grids, max(len(row.input_ids) for row in rows))
         wanted = fixed_rows or rung_of(len(rows), self.row_rungs) or len(rows)
         key = (grids, wanted, tokens)
-        if key not in self.rungs and key in self._seen and self.fused.device.type == "cuda":
+        if key not in self.rungs and key in self._seen and self._stream is not None:
             # The second wave of a shape waits for its capture, once; the first ran at once.
             self._seen.discard(key)
             if tokens - self.images(grids) in TEXT_RUNGS and wanted in self.row_rungs:
@@ -546,34 +549,60 @@ class Engine:
         if key not in self.rungs:
             if len(self._seen) < 1024:
                 self._seen.add(key)
-            buffers = Buffers(self.fused, wanted, tokens, grids)
-            buffers.load(rows, self.images(grids), self.generator, each)
-            return self.fused.forward(buffers.inputs, self.fused.plan(grids, tokens)).float().cpu().numpy()[: len(rows)]
+            return self._run(rows, grids, wanted, tokens)
         rung = self.rungs[key]
         self.rungs.move_to_end(key)
-        rung.buffers.load(rows, self.images(grids), self.generator, each)
+        for place, row in zip(rung.look.frames, rows, strict=False):
+            place.copy_(row.frames, non_blocking=True)
+        rung.look.graph.replay()
+        with torch.cuda.stream(self._stream):  # while the vision tower runs
+            rung.buffers.load(rows, self.images(grids), self.generator)
+        torch.cuda.current_stream().wait_stream(self._stream)  # type: ignore[arg-type]
         rung.graph.replay()
         rung.answer.copy_(rung.chunks, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         return rung.answer.numpy()[: len(rows)].copy()
 
-    def _capture(self, key: Key) -> None:
-        if self.fused.device.type != "cuda" or key in self.rungs:
-            return
-        grids, rows, tokens = key
-        plan = self.fused.plan(grids, tokens)
-        buffers = Buffers(self.fused, rows, tokens, grids)
+    def _run(self, rows: Sequence[HostRow], grids: Grids, wanted: int, tokens: int) -> NDArray[np.float32]:
+        """One forward without graphs."""
+        fused = self.fused
+        frames = torch.zeros(wanted, len(rows[0].frames), dtype=torch.uint8, device=fused.device)
+        for place, row in zip(frames, rows, strict=False):
+            place.copy_(row.frames)
+        buffers = Buffers(fused, wanted, tokens)
+        buffers.load(rows, self.images(grids), self.generator)
+        chunks = fused.act(buffers.inputs, fused.look(frames, grids, fused.tables(grids)), fused.plan(grids, tokens))
+        return chunks.float().cpu().numpy()[: len(rows)]
+
+    def _graph(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """`run` captured, and what it returned, whose memory every replay fills anew."""
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # once outside the graph: Triton compiles, cuBLAS takes its workspace
-            self.fused.forward(buffers.inputs, plan)
+            run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            chunks = self.fused.forward(buffers.inputs, plan).float()
+            result = run()
         self._pool = self._pool or graph.pool()
+        return graph, result
+
+    def _capture(self, key: Key) -> None:
+        if self._stream is None or key in self.rungs:
+            return
+        grids, rows, tokens = key
+        fused = self.fused
+        look = self._looks.get((grids, rows))
+        if look is None:
+            values = sum(frame_values(grids, fused.config.vision))
+            frames = torch.zeros(rows, values, dtype=torch.uint8, device=fused.device)
+            tables = fused.tables(grids)
+            look = Look(frames, tables, *self._graph(lambda: fused.look(frames, grids, tables)))
+            self._looks[grids, rows] = look
+        plan, buffers, seen = fused.plan(grids, tokens), Buffers(fused, rows, tokens), look.seen
+        graph, chunks = self._graph(lambda: fused.act(buffers.inputs, seen, plan).float())
         answer = torch.empty(chunks.shape, dtype=torch.float32, pin_memory=True)
-        self.rungs[key] = Rung(buffers, plan, graph, chunks, answer)
+        self.rungs[key] = Rung(look, buffers, plan, graph, chunks, answer)
         self.captures += 1
         while len(self.rungs) > self.max_graphs:
             self.rungs.popitem(last=False)
