@@ -74,7 +74,11 @@ class StateGroup:
         with np.errstate(over="ignore"):
             if self.method == "mean_std":
                 return _standardize(values, self.mean, self.std)
-            return _to_unit_range(values, self.low, self.high, self.clip)
+            return _to_unit_range(values, self.low, self.high, self._constant, self.clip)
+
+    @cached_property
+    def _constant(self) -> NDArray[np.bool_]:
+        return np.asarray(np.isclose(self.high, self.low))
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,8 @@ class ActionGroup:
         if self.method == "mean_std":
             out = _standardize(values.astype(np.float32), _rows(self.mean, steps), _rows(self.std, steps))
             return np.clip(out, -1.0, 1.0) if self.clip else out
-        return _to_unit_range(values.astype(np.float32), _rows(self.low, steps), _rows(self.high, steps), self.clip)
+        low, high = _rows(self.low, steps), _rows(self.high, steps)
+        return _to_unit_range(values.astype(np.float32), low, high, np.asarray(np.isclose(high, low)), self.clip)
 
 
 def _bound(low: Float64, high: Float64) -> Float64:
@@ -150,9 +155,8 @@ def _rows(statistic: Float64, steps: int) -> Float64:
     return statistic[:steps] if statistic.ndim == 2 else statistic
 
 
-def _to_unit_range(values: Float32, low: Float64, high: Float64, clip: bool) -> Float32:
-    """Linear map of [low, high] to [-1, 1]; a feature that never varied becomes 0."""
-    constant = np.isclose(high, low)
+def _to_unit_range(values: Float32, low: Float64, high: Float64, constant: NDArray[np.bool_], clip: bool) -> Float32:
+    """Linear map of [low, high] to [-1, 1]; a constant feature, one that never varied, becomes 0."""
     unit = ((values - low) / np.where(constant, 1.0, high - low)).astype(np.float32)
     out = np.where(constant, np.float32(0), np.float32(2) * unit - np.float32(1))
     return np.clip(out, np.float32(-1), np.float32(1)) if clip else out

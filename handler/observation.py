@@ -361,12 +361,15 @@ def _state(
     array, batch = _with_axes(array, 3, steps, where, "array", shapes)
     if array.shape[-1] != width or array.shape[0] == 0:
         raise Problem(422, f"shape is {list(np.shape(value))}, expected {shapes}", where)
-    with np.errstate(invalid="ignore"):
-        lossy = array.dtype.kind in "iu" and not np.array_equal(array.astype(np.float32).astype(array.dtype), array)
-    if lossy:
-        raise Problem(422, f"{array.dtype} values are too large for float32", where)
-    with np.errstate(over="ignore"):
-        out = array.astype(np.float32)
+    if array.dtype.kind in "iu":
+        with np.errstate(invalid="ignore"):
+            lossy = not np.array_equal(array.astype(np.float32).astype(array.dtype), array)
+        if lossy:
+            raise Problem(422, f"{array.dtype} values are too large for float32", where)
+    out = array
+    if array.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            out = array.astype(np.float32)
     fine = np.abs(out) <= bound
     if not fine.all():
         row, step, index = (int(n) for n in np.argwhere(~fine)[0])

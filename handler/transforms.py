@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import cv2
@@ -77,6 +78,7 @@ class ImageRecipe:
             crop=crop,  # type: ignore[arg-type]
         )
 
+    @lru_cache(maxsize=256)  # noqa: B019  # cameras send the same shape all day, and a server has one recipe
     def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """(height, width) after the letterbox, the first resize, the crop, the second resize and Qwen's resize.
 
