@@ -28,7 +28,8 @@ from handler.gr00t.model import Batch, Grid, cut_patches, mrope_positions, veloc
 from handler.observation import Limits, Observation, check
 from handler.problem import Problem
 from handler.prompt import PromptEncoder, load_tokenizer
-from handler.transforms import ImageRecipe, image_grid, model_frame
+from handler.resize import Resizer
+from handler.transforms import ImageRecipe, Size, image_grid
 from handler.wire import pointer
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 Actions = dict[str, Float32]
 
 REPRODUCIBLE_ROWS = 8  # the one row count of reproducible mode
-MAX_PINNED_ROW = 2 << 20  # bytes of a row's frames; two of 256x256 have 393,216
+MAX_PINNED = 64 << 20  # bytes of a request's frames; 32 rows with two of 640x480 have 59 million
+COPY_SHARE = 1 << 20  # bytes that are worth a thread of their own
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Row:
     Attributes:
         embodiment: chooses the weight set and how the chunk is decoded.
         grids: patch grids of its images, in (timestep, camera) order; rows join one forward when these agree.
-        frames: its images as the network sees them, uint8 (h, w, 3) each, in that order, as one flat tensor.
+        frames: its cameras' frames, uint8 (H, W, 3) each, in that order, as one flat tensor; sizes: their (H, W).
         input_ids, positions: int64 (L,) and (3, L).
         state: float32 (T * max_state_dim,), normalised.
         raw_state: {key: float32 (T, width)}, physical units; relative actions refer to its last row.
@@ -59,6 +61,7 @@ class Row:
     embodiment: Embodiment
     grids: tuple[Grid, ...]
     frames: torch.Tensor
+    sizes: tuple[Size, ...]
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     state: Float32
@@ -140,6 +143,7 @@ class Gr00tPolicy:
             self.checkpoint = digest.result()
         self.config = self.model.config
         self.reproducible = reproducible
+        self.resizer = Resizer(self.recipe, self.device)
         self.rows_per_forward = min(REPRODUCIBLE_ROWS, self.limits.max_rows) if reproducible else self.limits.max_rows
         self.engine: Engine | None = None
         if engine:
@@ -149,13 +153,13 @@ class Gr00tPolicy:
                 raise CheckpointError("engine: its kernels are for bfloat16; set dtype: auto, or engine: false")
             rungs = [self.rows_per_forward] if reproducible else None
             fused = Fused(self.model, ids, self.encode_prompt.lead)
-            self.engine = Engine(fused, self.rows_per_forward, rungs)
+            self.engine = Engine(fused, self.resizer, self.rows_per_forward, rungs)
             del self.model  # the engine has what it needs, and other embodiments' weights go
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self.threads = min(16, os.cpu_count() or 1)
+        self.threads = min(8, os.cpu_count() or 1)
         self.pool: ThreadPoolExecutor | None = None
-        if self.device.type == "cuda":  # the GPU computes, so the cores are free to resize and to copy
+        if self.device.type == "cuda":  # the GPU computes, so the cores are free to copy
             self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="frames")
             keep_freed_memory()
         self.tokens = lru_cache(maxsize=1024)(self._tokens)  # robots repeat their instruction at every step
@@ -221,15 +225,15 @@ class Gr00tPolicy:
             Problem: 422 an image that the recipe cannot take, 413 too many tokens.
         """
         c, e = self.config, observation.embodiment
+        sizes = [observation.video[camera].shape[2:4] for camera in e.cameras]
         grids = []
-        for camera in e.cameras:
-            height, width = observation.video[camera].shape[2:4]
+        for camera, size in zip(e.cameras, sizes, strict=True):
             try:
-                grids.append(image_grid((height, width), self.recipe, c.vision))
+                grids.append(image_grid(size, self.recipe, c.vision))
             except ValueError as error:
                 raise Problem(422, f"this image cannot be used: {error}", observation.where.get(f"video.{camera}")
                               ) from None
-        row_grids = tuple(grids) * e.frames  # (timestep, camera) order
+        row_grids, row_sizes = tuple(grids) * e.frames, tuple(sizes) * e.frames  # (timestep, camera) order
         seed = secrets.randbits(32) if observation.seed is None else observation.seed
         states = e.encode_state(observation.state, c.max_state_dim)
         if _absurd(states):
@@ -246,8 +250,7 @@ class Gr00tPolicy:
                 "send images of another shape",
                 observation.where.get(f"video.{largest}"),
             )
-        values = frame_values(row_grids, c.vision)
-        frames = self._frames(observation.rows, sum(values))
+        frames = self._pack([observation.video[camera][:, t] for t in range(e.frames) for camera in e.cameras])
         for b, instruction in enumerate(observation.instructions):
             try:
                 ids, positions = self.tokens(instruction, row_grids)
@@ -273,6 +276,7 @@ class Gr00tPolicy:
                     embodiment=e,
                     grids=row_grids,
                     frames=frames[b],
+                    sizes=row_sizes,
                     input_ids=ids,
                     positions=positions,
                     state=states[b].reshape(-1),
@@ -284,27 +288,31 @@ class Gr00tPolicy:
                 )
             )
 
-        def resize(place: NDArray[np.uint8], frame: NDArray[np.uint8]) -> None:
-            image = model_frame(frame, self.recipe)
-            place.reshape(image.shape)[...] = image
-
-        places = np.split(frames.numpy(), np.cumsum(values)[:-1], axis=1)
-        sources = [observation.video[camera][:, t] for t in range(e.frames) for camera in e.cameras]
-        self._each(resize, [pair for place, source in zip(places, sources, strict=True)
-                            for pair in zip(place, source, strict=True)])  # fmt: skip
         return rows
 
-    def _frames(self, rows: int, values: int) -> torch.Tensor:
-        """Room for resized frames, uint8 (rows, values), from where a GPU fetches them by itself where it is pinned.
+    def _pack(self, frames: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
+        """Frames uint8 (B, H, W, 3) each -> a copy (B, values), those of a row one after the other.
 
-        PyTorch keeps pinned memory for the next request and never gives it back, so large rows get none.
+        On a GPU's host the memory is pinned, from where the GPU fetches it by itself. PyTorch keeps such memory for the
+        next request and never gives it back, so requests with very large frames get none.
         """
-        pinned = self.device.type == "cuda" and values <= MAX_PINNED_ROW
-        return torch.empty(rows, values, dtype=torch.uint8, pin_memory=pinned)
+        rows, values = len(frames[0]), [frame[0].size for frame in frames]
+        pinned = self.device.type == "cuda" and rows * sum(values) <= MAX_PINNED
+        packed = torch.empty(rows, sum(values), dtype=torch.uint8, pin_memory=pinned)
+        ends = np.cumsum(values)
+
+        def copy(place: NDArray[np.uint8], frame: NDArray[np.uint8]) -> None:
+            place.reshape(frame.shape)[...] = frame
+
+        places = [packed.numpy()[:, end - size : end] for end, size in zip(ends, values, strict=True)]
+        step = max(1, COPY_SHARE // max(values))
+        self._each(copy, [(place[b : b + step], frame[b : b + step]) for b in range(0, rows, step)
+                          for place, frame in zip(places, frames, strict=True)])  # fmt: skip
+        return packed
 
     def _each(self, do: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Calls `do` with each of the arguments, many of them side by side: resizing and copying free Python's lock."""
-        count = 1 if self.pool is None else min(self.threads, len(arguments) // 2) or 1
+        """Calls `do` with each of the arguments, many of them side by side: copying frees Python's lock."""
+        count = 1 if self.pool is None else min(self.threads, len(arguments))
 
         def share(first: int) -> None:
             for each in arguments[first::count]:
@@ -386,8 +394,8 @@ class Gr00tPolicy:
         assert self.engine is not None
         hosts = [
             HostRow(
-                row.frames, row.input_ids, row.positions, row.state, self.weight_set[row.embodiment.id], row.seed,
-                row.prefix, None if row.prefix is None else self._velocity_scale(row),
+                row.frames, row.sizes, row.input_ids, row.positions, row.state, self.weight_set[row.embodiment.id],
+                row.seed, row.prefix, None if row.prefix is None else self._velocity_scale(row),
             )
             for row in rows
         ]  # fmt: skip
@@ -451,15 +459,19 @@ class Gr00tPolicy:
     def _pixels(self, rows: Sequence[Row]) -> torch.Tensor:
         """The patches of all frames, one after the other: (P, values) in the compute dtype."""
         vision = self.config.vision
-        frames = torch.cat([row.frames for row in rows]).to(self.device)
-        grids = [grid for row in rows for grid in row.grids]
-        alike = len(set(grids)) == 1
-        pieces = [frames] if alike else frames.split(frame_values(grids, vision))
-        cut = []
-        for piece, (h, w) in zip(pieces, grids, strict=False):
-            images = piece.view(-1, h * vision.patch_size, w * vision.patch_size, vision.in_channels)
-            cut.append(cut_patches(images, vision, self.dtype).flatten(0, 1))
-        return torch.cat(cut)
+        cut: dict[int, torch.Tensor] = {}
+        for grids in {row.grids for row in rows}:
+            at = [b for b, row in enumerate(rows) if row.grids == grids]
+            values = frame_values(grids, vision)
+            images = torch.empty(len(at), sum(values), dtype=torch.uint8, device=self.device)
+            self.resizer([rows[b].frames for b in at], [rows[b].sizes for b in at], images)
+            patches = [
+                cut_patches(piece.reshape(-1, h * vision.patch_size, w * vision.patch_size, 3), vision, self.dtype)
+                for piece, (h, w) in zip(images.split(values, dim=1), grids, strict=True)
+            ]
+            for n, b in enumerate(at):
+                cut[b] = torch.cat([patch[n] for patch in patches])
+        return torch.cat([cut[b] for b in range(len(rows))])
 
     # ---------------------------------------------------------------------------------------------------- the rest
 
@@ -469,6 +481,8 @@ class Gr00tPolicy:
         The engine also captures the ladder of each embodiment's example frames; cameras of another shape are captured
         when they first come.
         """
+        if self.device.type == "cuda":
+            self.resizer.warm_up()
         for tag in self.embodiments:
             example = self.example(tag)
             self.get_action(example)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from handler.gr00t.model import Grid, VisionConfig
 
 Image = NDArray[np.uint8]  # (height, width, 3) RGB
+Size = tuple[int, int]  # height, width
 
 cv2.setNumThreads(1)  # frames are small and come many at a time: the caller's threads do better than OpenCV's
 
@@ -124,16 +125,22 @@ class ImageRecipe:
 
     def _crop(self, frame: Image, size: tuple[int, int]) -> Image:
         (height, width), (h, w) = frame.shape[:2], size
+        top, left = crop_offset(self, (height, width), size)
         if self.albumentations:
-            top, left = (height - h) // 2, (width - w) // 2
             return frame[top : top + h, left : left + w]
-        # torchvision's CenterCrop: pads with black where the crop is larger, and rounds the offset.
-        top, left = max(h - height, 0) // 2, max(w - width, 0) // 2
-        frame = np.pad(
-            frame, ((top, max(h - height, 0) - top), (left, max(w - width, 0) - left), (0, 0))
-        )
-        top, left = round((frame.shape[0] - h) / 2), round((frame.shape[1] - w) / 2)
-        return np.ascontiguousarray(frame[top : top + h, left : left + w])
+        # Black where the crop is larger.
+        above, before = max(-top, 0), max(-left, 0)
+        frame = np.pad(frame, ((above, max(h - height - above, 0)), (before, max(w - width - before, 0)), (0, 0)))
+        return np.ascontiguousarray(frame[top + above : top + above + h, left + before : left + before + w])
+
+
+def crop_offset(recipe: ImageRecipe, size: Size, cropped: Size) -> Size:
+    """Where the centre crop begins, (top, left); negative where it is larger than the frame."""
+    if recipe.albumentations:
+        return (size[0] - cropped[0]) // 2, (size[1] - cropped[1]) // 2
+    # torchvision's CenterCrop: it pads what is smaller, then rounds the offset, halves to even.
+    top, left = (round((max(n - c, 0)) / 2) - max(c - n, 0) // 2 for n, c in zip(size, cropped, strict=True))
+    return top, left
 
 
 def interpolate(frame: Image, size: tuple[int, int], mode: str) -> Image:

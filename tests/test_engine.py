@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, Buffers, HostRow, rung_of, splits_of
+from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, Buffers, HostRow, frame_values, rung_of, splits_of
 from handler.policy import Gr00tPolicy
 from tests.conftest import DROID, LIBERO, observation, predict, rows_of
 
@@ -49,19 +49,18 @@ def test_what_an_earlier_wave_left_in_the_padding_changes_no_bit(fused: Gr00tPol
     engine = fused.engine
     assert engine is not None
     grids = rows[0].grids
-    hosts = [HostRow(r.frames, r.input_ids, r.positions, r.state, 0, r.seed, None, None) for r in rows]
+    hosts = [HostRow(r.frames, r.sizes, r.input_ids, r.positions, r.state, 0, r.seed, None, None) for r in rows]
     tokens = engine.tokens(grids, max(len(row.input_ids) for row in rows))
     plan, tables = engine.fused.plan(grids, tokens), engine.fused.tables(grids)
 
     def forward(used: tuple[torch.Tensor, Buffers], hosts: list[HostRow]) -> torch.Tensor:
         frames, buffers = used
-        for place, host in zip(frames, hosts, strict=False):
-            place.copy_(host.frames)
+        fused.resizer([host.frames for host in hosts], [host.sizes for host in hosts], frames)
         buffers.load(hosts, engine.images(grids), engine.generator)
         return engine.fused.act(buffers.inputs, engine.fused.look(frames, grids, tables), plan)
 
-    used, fresh = ((torch.zeros(4, len(rows[0].frames), dtype=torch.uint8), Buffers(engine.fused, 4, tokens))
-                   for _ in range(2))  # fmt: skip
+    values = sum(frame_values(grids, engine.fused.config.vision))
+    used, fresh = ((torch.zeros(4, values, dtype=torch.uint8), Buffers(engine.fused, 4, tokens)) for _ in range(2))
     full = forward(used, hosts)
     assert not torch.equal(full[3], full[2])
     assert torch.equal(forward(used, hosts[1:])[:3], forward(fresh, hosts[1:])[:3])
@@ -97,7 +96,7 @@ def test_a_share_that_fails_does_not_leave_the_others_running(checkpoint: Path) 
         policy.threads = 4
         with pytest.raises(ValueError, match="first"):
             policy._each(work, [(n,) for n in range(4)])
-        assert sorted(done) == [1, 3]
+        assert sorted(done) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("engine", [False, True])

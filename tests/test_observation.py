@@ -648,4 +648,4 @@ def test_what_passes_the_check_can_be_prepared(
         assert error.status in (413, 422)
         return
     assert np.isfinite(row.state).all() and row.seed == seed
-    assert row.frames.shape == (sum(16 * height * 16 * width * 3 for height, width in row.grids),)
+    assert row.frames.shape == (sum(height * width * 3 for height, width in row.sizes),)

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 Grids = tuple[Grid, ...]
+Resize = Callable[[Sequence[Tensor], Sequence[tuple[tuple[int, int], ...]], Tensor], None]
 Key = tuple[Grids, int, int]  # a rung: grids, rows, tokens
 Tables = dict[Grid, tuple[Tensor, Tensor, Tensor]]  # per distinct grid its position table and rotary cos and sin
 
@@ -395,12 +396,12 @@ def padded_length(grids: Grids, length: int, vision: VisionConfig) -> int:
 class HostRow:
     """One row on the host: what `Inputs` joins.
 
-    frames: uint8 (values,), images of (h, w, 3) one after the other; input_ids: int64 (L,); positions: int64 (3, L);
-    state: float32; embodiment: the index into the engine's weight sets; seed, prefix (overlap, A) or None,
-    velocity_scale (H,) or None: see `policy`.
+    frames, sizes, seed, prefix (overlap, A) or None, velocity_scale (H,) or None: see `policy.Row`; input_ids: int64
+    (L,); positions: int64 (3, L); state: float32; embodiment: the index into the engine's weight sets.
     """
 
     frames: Tensor
+    sizes: tuple[tuple[int, int], ...]
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     state: NDArray[np.float32]
@@ -497,15 +498,16 @@ class Engine:
 
     Args:
         fused: the network.
+        resize: fills a tensor with images from rows' frames and their sizes, see `resize.Resizer`.
         max_rows: the largest row rung.
         row_rungs: by default ROW_RUNGS up to max_rows.
         spare_graphs: rungs to keep beside the ladders of `warm_up`; the least recently used goes first.
     """
 
     def __init__(
-        self, fused: Fused, max_rows: int, row_rungs: list[int] | None = None, spare_graphs: int = 64
+        self, fused: Fused, resize: Resize, max_rows: int, row_rungs: list[int] | None = None, spare_graphs: int = 64
     ) -> None:
-        self.fused, self.max_graphs = fused, spare_graphs
+        self.fused, self.resize, self.max_graphs = fused, resize, spare_graphs
         self.row_rungs = row_rungs or sorted({rung for rung in ROW_RUNGS if rung < max_rows} | {max_rows})
         self.rungs: OrderedDict[Key, Rung] = OrderedDict()
         self.captures = 0  # of rungs
@@ -552,8 +554,7 @@ class Engine:
             return self._run(rows, grids, wanted, tokens)
         rung = self.rungs[key]
         self.rungs.move_to_end(key)
-        for place, row in zip(rung.look.frames, rows, strict=False):
-            place.copy_(row.frames, non_blocking=True)
+        self.resize([row.frames for row in rows], [row.sizes for row in rows], rung.look.frames)
         rung.look.graph.replay()
         with torch.cuda.stream(self._stream):  # while the vision tower runs
             rung.buffers.load(rows, self.images(grids), self.generator)
@@ -566,9 +567,9 @@ class Engine:
     def _run(self, rows: Sequence[HostRow], grids: Grids, wanted: int, tokens: int) -> NDArray[np.float32]:
         """One forward without graphs."""
         fused = self.fused
-        frames = torch.zeros(wanted, len(rows[0].frames), dtype=torch.uint8, device=fused.device)
-        for place, row in zip(frames, rows, strict=False):
-            place.copy_(row.frames)
+        values = sum(frame_values(grids, fused.config.vision))
+        frames = torch.zeros(wanted, values, dtype=torch.uint8, device=fused.device)
+        self.resize([row.frames for row in rows], [row.sizes for row in rows], frames)
         buffers = Buffers(fused, wanted, tokens)
         buffers.load(rows, self.images(grids), self.generator)
         chunks = fused.act(buffers.inputs, fused.look(frames, grids, fused.tables(grids)), fused.plan(grids, tokens))
