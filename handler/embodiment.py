@@ -108,24 +108,17 @@ class ActionGroup:
     def bound(self) -> Float64:
         return _bound(self.low, self.high)
 
-    def decode(self, normalized: Float32, reference: Float32 | None) -> Float32:
-        """(..., H, width) as the model predicts it -> the same shape, float32, in physical units.
+    def anchor(self, physical: Float64, reference: Float32) -> Float32:
+        """Physical units relative to a state, (..., H, width) -> absolute ones, float32.
 
         reference: (..., 1, width), the last row of state `relative_to`.
         """
-        if self.method == "mean_std":
-            physical = np.where(self.std != 0, normalized * self.std + self.mean, normalized)
-        else:
-            unit = (np.clip(normalized, -1.0, 1.0) + np.float32(1)) / np.float32(2)
-            physical = unit * (self.high - self.low) + self.low
-        if reference is None:
-            return physical.astype(np.float32)
         if not self.pose:
             return (physical + reference).astype(np.float32)
         return _from_matrix(_to_matrix(reference, self.pose) @ _to_matrix(physical, self.pose), self.pose)
 
     def encode(self, physical: Float32, reference: Float32 | None) -> Float32:
-        """The inverse of `decode`, for the first rows of a chunk: (n, width) physical units -> (n, width) float32.
+        """The inverse of `decode_action`, for the first rows of a chunk: (n, width) physical units -> float32.
 
         reference: (1, width).
         """
@@ -272,13 +265,41 @@ class Embodiment:
         return joined
 
     def decode_action(self, chunk: Float32, state: dict[str, Float32]) -> dict[str, Float32]:
-        """Chunks (..., H, max_action_dim) and raw states {key: (..., T, width)} -> {key: (..., horizon, width)}."""
+        """Chunks (..., H, max_action_dim) as the model predicts them and raw states {key: (..., T, width)}, of the keys
+        that actions refer to -> {key: float32 (..., horizon, width)} in physical units."""
+        low, spread, mean, std, standard = self._joined_actions
+        normalized = chunk[..., : self.horizon, : low.shape[-1]]
+        physical = (np.clip(normalized, -1.0, 1.0) + np.float32(1)) / np.float32(2) * spread + low
+        if standard.any():
+            plain = np.where(std != 0, normalized * std + mean, normalized)
+            physical = np.where(standard, plain, physical)
+        absolute = physical.astype(np.float32)
         out, start = {}, 0
         for group in self.actions:
-            reference = None if group.relative_to is None else state[group.relative_to][..., -1:, :]
-            out[group.key] = group.decode(chunk[..., : self.horizon, start : start + group.width], reference)
-            start += group.width
+            end = start + group.width
+            if group.relative_to is None:
+                out[group.key] = absolute[..., start:end]
+            else:
+                out[group.key] = group.anchor(physical[..., start:end], state[group.relative_to][..., -1:, :])
+            start = end
         return out
+
+    @cached_property
+    def _joined_actions(self) -> tuple[Float64, Float64, Float64, Float64, NDArray[np.bool_]]:
+        """All groups side by side, so that NumPy is called once: low, high - low, mean, std, and whether these two
+        hold, each (horizon, width of all)."""
+
+        def join(values: list[Any]) -> NDArray[Any]:
+            pieces = zip(values, self.actions, strict=True)
+            return np.concatenate([np.broadcast_to(v, (self.horizon, g.width)) for v, g in pieces], axis=-1)
+
+        return (
+            join([g.low for g in self.actions]),
+            join([g.high - g.low for g in self.actions]),
+            join([g.mean for g in self.actions]),
+            join([g.std for g in self.actions]),
+            join([g.method == "mean_std" for g in self.actions]),
+        )
 
     def encode_prefix(self, rows: dict[str, Float32], state: dict[str, Float32], width: int) -> Float32:
         """Rows of a previous chunk {key: (n, D)} as the first rows of a new one -> (n, width) float32, zero-padded.

@@ -26,7 +26,7 @@ from handler.observation import Limits
 from handler.policy import Gr00tPolicy
 from handler.problem import Problem
 from handler.wave import ContextLost, Slot, fill, run
-from handler.wire import Part, Request, encode_problem, encode_reply, reply_form
+from handler.wire import Part, Request, encode_problem, encode_reply
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class Gr00tHandler(BaseHandler):
             reproducible=settings["reproducible"],
         )
         self.pool = None
-        if self.device.type == "cuda":  # its cores decode and resize, one request a thread (both free Python's lock)
-            self.pool = ThreadPoolExecutor(self.policy.threads, thread_name_prefix="prepare")
+        if self.device.type == "cuda":  # the GPU computes, so the cores are free to decode images
+            self.pool = ThreadPoolExecutor(self.policy.threads, thread_name_prefix="decode")
         loaded = time.perf_counter()
         self.policy.warm_up()
         Service.retrieve_data_for_inference = staticmethod(unpack)
@@ -131,14 +131,7 @@ class Gr00tHandler(BaseHandler):
 
     def preprocess(self, data: list[Request]) -> list[Slot]:
         """Every request becomes a slot: a decoded and checked observation, or a problem."""
-        if self.pool is None or len(data) == 1:
-            return [self._slot(request) for request in data]
-        return list(self.pool.map(self._slot, data))
-
-    def _slot(self, request: Request) -> Slot:
-        if request.headers.get("explain") == "True":  # set by TorchServe for /explanations
-            return Slot(form=reply_form(request), problem=Problem(404, "there are no explanations for this model"))
-        return fill(request, self.policy)
+        return fill(data, self.policy, self.pool)
 
     def inference(self, data: list[Slot], *args: Any, **kwargs: Any) -> list[Slot]:
         """Runs one forward per group of slots and puts the actions into them."""

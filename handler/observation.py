@@ -136,6 +136,16 @@ def check(
     )
 
 
+def has_files(fields: Mapping[str, Any]) -> bool:
+    """Whether a request's images come as files, which take far longer to decode than arrays."""
+    for name, value in fields.items():
+        if name.partition(".")[0] in ("video", "images"):
+            inner = value.values() if isinstance(value, Mapping) else (value,)
+            if not all(isinstance(frames, np.ndarray) for frames in inner):
+                return True
+    return False
+
+
 # ------------------------------------------------------------------------------------------------- fields and options
 
 Given = dict[tuple[str, str], tuple[str, Any]]  # (modality, key) -> (pointer, value)

@@ -305,26 +305,26 @@ class Gr00tPolicy:
             place.reshape(frame.shape)[...] = frame
 
         places = [packed.numpy()[:, end - size : end] for end, size in zip(ends, values, strict=True)]
-        step = max(1, COPY_SHARE // max(values))
-        self._each(copy, [(place[b : b + step], frame[b : b + step]) for b in range(0, rows, step)
-                          for place, frame in zip(places, frames, strict=True)])  # fmt: skip
+        pairs = [(place[b], frame[b]) for place, frame in zip(places, frames, strict=True) for b in range(rows)]
+        self._each(copy, pairs, packed.numel() // COPY_SHARE)
         return packed
 
-    def _each(self, do: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Calls `do` with each of the arguments, many of them side by side: copying frees Python's lock."""
-        count = 1 if self.pool is None else min(self.threads, len(arguments))
+    def _each(self, do: Callable[..., object], arguments: Sequence[tuple[Any, ...]], shares: int) -> None:
+        """Calls `do` with each of the arguments, in so many shares side by side: copying frees Python's lock."""
+        count = 1 if self.pool is None else max(1, min(self.threads, len(arguments), shares))
 
         def share(first: int) -> None:
             for each in arguments[first::count]:
                 do(*each)
 
-        shares = [self.pool.submit(share, first) for first in range(1, count)] if self.pool else []
+        others = [self.pool.submit(share, first) for first in range(1, count)] if self.pool else []
         try:
             share(0)
         finally:
-            wait(shares)  # all of them, also when one fails: none may go on writing behind the caller's back
-        for each_share in shares:
-            each_share.result()
+            if others:
+                wait(others)  # all, also when one fails: none may go on writing behind the caller's back
+        for other in others:
+            other.result()
 
     def _tokens(self, instruction: str, grids: tuple[Grid, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Token ids (L,) and positions (3, L) of an instruction after images with these grids."""
@@ -349,7 +349,8 @@ class Gr00tPolicy:
         out: dict[int, Actions | Problem] = {}
         for embodiment in {id(row.embodiment): row.embodiment for row in rows}.values():
             at = [b for b, row in enumerate(rows) if row.embodiment is embodiment]
-            states = {g.key: np.stack([rows[b].raw_state[g.key] for b in at]) for g in embodiment.states}
+            needed = {g.relative_to for g in embodiment.actions if g.relative_to is not None}
+            states = {key: np.stack([rows[b].raw_state[key] for b in at]) for key in needed}
             joined = embodiment.decode_action(chunks[at], states)
             finite = np.asarray(np.isfinite(chunks[at]).all(axis=(1, 2)))
             for value in joined.values():

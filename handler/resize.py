@@ -31,6 +31,7 @@ except ImportError:  # a CPU build of PyTorch
 # How a step rounds. FIXED: OpenCV's bilinear of 11 bits, which its INTER_AREA is when a side grows. AREA: INTER_AREA,
 # float32. MEAN: the same by whole factors. INT16: PyTorch's antialiased uint8 resize, which rounds between the axes.
 FIXED, AREA, MEAN, INT16 = range(4)
+BLOCK = 512  # values that one program of the kernel computes
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,15 @@ if triton is not None:
         tl.store(T + tl.load(T_AT + image) + at, total.to(tl.uint8), mask=inside)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A step on the device: uint8 values of an image that comes out, and the kernel's arguments behind the pointers."""
+
+    values: int
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
 class Resizer:
     """Turns waves of frames into what the vision tower sees, on one device."""
 
@@ -284,13 +294,12 @@ class Resizer:
         ends = np.cumsum([len(row) for row in rows])
         staging = torch.empty(int(ends[-1]), dtype=torch.uint8, device=self.device)
         groups: dict[Size, list[tuple[int, int]]] = {}  # by size: where each frame stands, and where its image goes
+        torch._foreach_copy_(staging.split([len(row) for row in rows]), list(rows), non_blocking=True)
         for b, (row, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
             at, put = end - len(row), b * out.shape[1]
-            staging[at:end].copy_(row, non_blocking=True)
             for size in sizes[b]:
                 groups.setdefault(size, []).append((at, put))
-                height, width = self._plan(size)[-1][0].target
-                at, put = at + size[0] * size[1] * 3, put + height * width * 3
+                at, put = at + size[0] * size[1] * 3, put + self._plan(size)[-1].values
         for size, places in groups.items():
             self._run(staging, np.array(places, np.int64), out, self._plan(size))
 
@@ -302,35 +311,36 @@ class Resizer:
         ):  # fmt: skip
             frame = torch.zeros(size[0] * size[1] * 3, dtype=torch.uint8, device=self.device)
             out = torch.empty(target[0] * target[1] * 3, dtype=torch.uint8, device=self.device)
-            step = resize_step(size, window, target, method)
-            self._run(frame, np.zeros((1, 2), np.int64), out, self._on_device([step]))
+            launch = self._launch(resize_step(size, window, target, method))
+            self._run(frame, np.zeros((1, 2), np.int64), out, [launch])
 
-    def _tables(self, size: Size) -> list[tuple[Step, list[Tensor]]]:
-        return self._on_device(steps_of(self.recipe, *size))
+    def _tables(self, size: Size) -> list[Launch]:
+        return [self._launch(step) for step in steps_of(self.recipe, *size)]
 
-    def _on_device(self, steps: list[Step]) -> list[tuple[Step, list[Tensor]]]:
-        """Each step with its tables: source rows and weights, source columns and weights."""
-        return [
-            (s, [torch.from_numpy(t).to(self.device) for t in (s.y.index, s.y.weight, s.x.index, s.x.weight)])
-            for s in steps
-        ]
+    def _launch(self, step: Step) -> Launch:
+        tables = (step.y.index, step.y.weight, step.x.index, step.x.weight)
+        ty, tx = step.y.index.shape[1], step.x.index.shape[1]
+        return Launch(
+            values=step.target[0] * step.target[1] * 3,
+            arguments=(
+                *(torch.from_numpy(table).to(self.device) for table in tables),
+                *step.source, *step.target, ty, tx, step.y.shift, step.x.shift, float(np.float32(1 / (ty * tx))),
+            ),
+            options={
+                "KIND": step.kind, "WORK": tl.float32 if step.kind == AREA else tl.int32, "BLOCK": BLOCK,
+                "num_warps": 4, "enable_fp_fusion": False,  # OpenCV rounds products and sums one by one
+            },
+        )  # fmt: skip
 
-    def _run(self, source: Tensor, places: NDArray[np.int64], out: Tensor,
-             plan: list[tuple[Step, list[Tensor]]]) -> None:  # fmt: skip
+    def _run(self, source: Tensor, places: NDArray[np.int64], out: Tensor, launches: list[Launch]) -> None:
         """The steps of one camera size. places: (n, 2), where a frame begins in `source` and its image in `out`."""
         count = len(places)
         # Beside these two, the frames between two steps, which stand one after the other.
-        between = [np.arange(count) * step.target[0] * step.target[1] * 3 for step, _ in plan[:-1]]
+        between = [np.arange(count) * launch.values for launch in launches[:-1]]
         table = torch.from_numpy(np.stack([places[:, 0], *between, places[:, 1]])).to(self.device, non_blocking=True)
-        for n, (step, tables) in enumerate(plan):
-            (height, width), (h, w) = step.source, step.target
-            last = n == len(plan) - 1
-            target = out if last else torch.empty(count * h * w * 3, dtype=torch.uint8, device=self.device)
-            ty, tx = step.y.index.shape[1], step.x.index.shape[1]
-            block, work = 512, tl.float32 if step.kind == AREA else tl.int32
-            _resize[(triton.cdiv(h * w * 3, block), count)](
-                source, table[n], target, table[n + 1], *tables, height, width, h, w, ty, tx, step.y.shift,
-                step.x.shift, float(np.float32(1 / (ty * tx))), KIND=step.kind, WORK=work, BLOCK=block, num_warps=4,
-                enable_fp_fusion=False,  # OpenCV rounds products and sums one by one
-            )  # fmt: skip
+        for n, launch in enumerate(launches):
+            last = n == len(launches) - 1
+            target = out if last else torch.empty(count * launch.values, dtype=torch.uint8, device=self.device)
+            grid = (-(-launch.values // BLOCK), count)
+            _resize[grid](source, table[n], target, table[n + 1], *launch.arguments, **launch.options)
             source = target

@@ -148,7 +148,7 @@ def encode_problem(problem: Problem) -> tuple[str, bytes]:
 
 def pointer(*keys: str | int) -> str:
     """The RFC 6901 pointer to a field: pointer("state", "a/b") == "/state/a~1b"."""
-    return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
+    return "".join(["/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys])
 
 
 def quote(text: str | bytes, limit: int = 80) -> str:

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,10 +78,8 @@ def batch_of(fields: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**joined, "language": language, "options": first["options"]}
 
 
-def rows_of(policy: Gr00tPolicy, fields: Sequence[dict[str, Any]], pool: ThreadPoolExecutor) -> list[Row]:
-    if len(fields) == 1:
-        return policy.prepare(policy.check(fields[0]))
-    return [rows[0] for rows in pool.map(lambda f: policy.prepare(policy.check(f)), fields)]
+def rows_of(policy: Gr00tPolicy, fields: Sequence[dict[str, Any]]) -> list[Row]:
+    return [row for f in fields for row in policy.prepare(policy.check(f))]
 
 
 def ceilings() -> tuple[float, float]:
@@ -144,13 +141,13 @@ def same(a: Actions, b: Actions) -> bool:
     return all(np.array_equal(a[key], b[key]) for key in a)
 
 
-def check(engine: Gr00tPolicy, checkpoint: Path, pool: ThreadPoolExecutor) -> dict[str, Any]:
+def check(engine: Gr00tPolicy, checkpoint: Path) -> dict[str, Any]:
     """What the engine promises: precision, isolation, reproducibility, and no capture while serving."""
     found: dict[str, Any] = {}
     rng = np.random.default_rng(0)
     # Precision: RMS error against float32 with the same noise, over 64 observations, beside the plain bf16 network's.
     eager, exact = (Gr00tPolicy(checkpoint, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
-    rows = rows_of(engine, [observation(engine, "libero", seed, 5 + seed % 9) for seed in range(64)], pool)
+    rows = rows_of(engine, [observation(engine, "libero", seed, 5 + seed % 9) for seed in range(64)])
     squares = np.zeros(2)
     for first in range(0, 64, 8):
         part = rows[first : first + 8]
@@ -170,14 +167,14 @@ def check(engine: Gr00tPolicy, checkpoint: Path, pool: ThreadPoolExecutor) -> di
     found["neighbour_swap_identical"] = True
     for trial in range(20):
         others = rows_of(engine, [observation(engine, "libero", 1000 + 7 * trial + i, int(rng.integers(1, 17)))
-                                  for i in range(7)], pool)  # fmt: skip
+                                  for i in range(7)])  # fmt: skip
         place = trial % 8
         got = answers(engine, [*others[:place], me, *others[place:]])[place]
         want = want or got
         found["neighbour_swap_identical"] &= same(got, want)
     # No capture while serving: 1,000 waves of mixed sizes and prompt lengths.
     before = engine.engine.captures if engine.engine else 0
-    many = rows_of(engine, [observation(engine, "libero", seed, 1 + seed % 90) for seed in range(90)], pool)
+    many = rows_of(engine, [observation(engine, "libero", seed, 1 + seed % 90) for seed in range(90)])
     for _ in range(1000):
         picked = rng.choice(len(many), int(rng.integers(1, engine.rows_per_forward + 1)), replace=True)
         answers(engine, [many[i] for i in picked])
@@ -185,10 +182,10 @@ def check(engine: Gr00tPolicy, checkpoint: Path, pool: ThreadPoolExecutor) -> di
     return found
 
 
-def check_reproducible(policy: Gr00tPolicy, pool: ThreadPoolExecutor) -> dict[str, Any]:
+def check_reproducible(policy: Gr00tPolicy) -> dict[str, Any]:
     """200 waves of random size and order: every row keeps its bits. And what that costs at 1 and at 8 rows."""
     rng = np.random.default_rng(1)
-    rows = rows_of(policy, [observation(policy, "libero", seed, 5 + seed % 9) for seed in range(24)], pool)
+    rows = rows_of(policy, [observation(policy, "libero", seed, 5 + seed % 9) for seed in range(24)])
     solo = [answers(policy, [row])[0] for row in rows]
     identical = True
     for _ in range(200):
@@ -202,13 +199,13 @@ def check_reproducible(policy: Gr00tPolicy, pool: ThreadPoolExecutor) -> dict[st
     }
 
 
-def measure(policy: Gr00tPolicy, preset: str, counts: Sequence[int], repeats: int, pool: ThreadPoolExecutor,
+def measure(policy: Gr00tPolicy, preset: str, counts: Sequence[int], repeats: int,
             rates: tuple[float, float], plain: bool) -> list[dict[str, Any]]:  # fmt: skip
     """One line of the table per row count: the plain network alone, or the engine with its floors."""
     out = []
     for count in counts:
         fields = [observation(policy, preset, seed) for seed in range(count)]
-        rows = rows_of(policy, fields, pool)
+        rows = rows_of(policy, fields)
         line: dict[str, Any] = {"rows": count}
         if plain:
             line["eager_ms"] = median_ms(lambda rows=rows: policy.predict(rows), max(5, repeats // 5))  # type: ignore[misc]
@@ -222,7 +219,7 @@ def measure(policy: Gr00tPolicy, preset: str, counts: Sequence[int], repeats: in
             ("prepare_ms", lambda joined=joined: policy.prepare(policy.check(joined))),
             ("predict_ms", lambda rows=rows: policy.predict(rows)),
             # The same rows as requests of their own, each checked and prepared by itself, as in a wave.
-            ("wave_ms", lambda fields=fields: policy.predict(rows_of(policy, fields, pool))),
+            ("wave_ms", lambda fields=fields: policy.predict(rows_of(policy, fields))),
         ):
             line[name] = median_ms(run, repeats)  # type: ignore[arg-type]
         if policy.engine is not None:
@@ -234,9 +231,9 @@ def measure(policy: Gr00tPolicy, preset: str, counts: Sequence[int], repeats: in
     return out
 
 
-def profile(policy: Gr00tPolicy, count: int, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
+def profile(policy: Gr00tPolicy, count: int) -> list[dict[str, Any]]:
     """Where a replay's time goes: kernels by total microseconds."""
-    rows = rows_of(policy, [observation(policy, "libero", seed) for seed in range(count)], pool)
+    rows = rows_of(policy, [observation(policy, "libero", seed) for seed in range(count)])
     policy.predict(rows)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         policy.predict(rows)
@@ -274,61 +271,60 @@ def main() -> int:
         if args.plot:
             plot(report, args.plot)
 
-    with ThreadPoolExecutor(16) as pool:
-        rates = ceilings()
-        report["ceilings"] = {"product_tflops": round(rates[0] / 1e12, 1), "copy_tb_s": round(rates[1] / 1e12, 2)}
-        print(f"{report['machine']['gpu']}: {report['ceilings']}", flush=True)
-        plain = Gr00tPolicy(args.checkpoint, "cuda")
-        eager = {p: measure(plain, p, args.rows, args.repeats, pool, rates, plain=True) for p in args.presets}
-        del plain
+    rates = ceilings()
+    report["ceilings"] = {"product_tflops": round(rates[0] / 1e12, 1), "copy_tb_s": round(rates[1] / 1e12, 2)}
+    print(f"{report['machine']['gpu']}: {report['ceilings']}", flush=True)
+    plain = Gr00tPolicy(args.checkpoint, "cuda")
+    eager = {p: measure(plain, p, args.rows, args.repeats, rates, plain=True) for p in args.presets}
+    del plain
+    free()
+    start = time.perf_counter()
+    policy = Gr00tPolicy(args.checkpoint, "cuda", engine=True)
+    loaded = time.perf_counter()
+    for preset in args.presets:
+        row = rows_of(policy, [observation(policy, preset, 0)])[0]
+        assert policy.engine is not None
+        policy.engine.warm_up(row.grids)
+    report["load_s"], report["capture_s"] = round(loaded - start, 1), round(time.perf_counter() - loaded, 1)
+    report["gpu_memory_gb"] = round(torch.cuda.memory_reserved() / 1e9, 2)
+    print(f"loaded in {report['load_s']} s, captured in {report['capture_s']} s, "
+          f"{report['gpu_memory_gb']} GB", flush=True)  # fmt: skip
+    report["presets"] = {}
+    for preset in args.presets:
+        lines = measure(policy, preset, args.rows, args.repeats, rates, plain=False)
+        for line, other in zip(lines, eager[preset], strict=True):
+            line.update(other)
+        report["presets"][preset] = [{k: round(v, 3) for k, v in line.items()} for line in lines]
+        print(f"\n{preset}: milliseconds, medians")
+        names = ("rows", "floor_ms", "gpu_ms", "predict_ms", "prepare_ms", "get_action_ms", "wave_ms", "eager_ms")
+        print(" ".join(f"{name:>13}" for name in names))
+        for line in lines:
+            print(" ".join(f"{line[name]:13.2f}" if name != "rows" else f"{line[name]:13}" for name in names))
+        sys.stdout.flush()
+    save()
+    for count in args.profile:
+        report.setdefault("profile", {})[str(count)] = listing = profile(policy, count)
+        print(f"\nkernels of one forward of {count} rows")
+        for entry in listing:
+            print(f"{entry['us']:8} us {entry['calls']:5} x  {entry['kernel']}")
+    if args.check:
+        report["check"] = check(policy, args.checkpoint)
+        del policy
         free()
-        start = time.perf_counter()
-        policy = Gr00tPolicy(args.checkpoint, "cuda", engine=True)
-        loaded = time.perf_counter()
-        for preset in args.presets:
-            row = rows_of(policy, [observation(policy, preset, 0)], pool)[0]
-            assert policy.engine is not None
-            policy.engine.warm_up(row.grids)
-        report["load_s"], report["capture_s"] = round(loaded - start, 1), round(time.perf_counter() - loaded, 1)
-        report["gpu_memory_gb"] = round(torch.cuda.memory_reserved() / 1e9, 2)
-        print(f"loaded in {report['load_s']} s, captured in {report['capture_s']} s, "
-              f"{report['gpu_memory_gb']} GB", flush=True)  # fmt: skip
-        report["presets"] = {}
-        for preset in args.presets:
-            lines = measure(policy, preset, args.rows, args.repeats, pool, rates, plain=False)
-            for line, other in zip(lines, eager[preset], strict=True):
-                line.update(other)
-            report["presets"][preset] = [{k: round(v, 3) for k, v in line.items()} for line in lines]
-            print(f"\n{preset}: milliseconds, medians")
-            names = ("rows", "floor_ms", "gpu_ms", "predict_ms", "prepare_ms", "get_action_ms", "wave_ms", "eager_ms")
-            print(" ".join(f"{name:>13}" for name in names))
-            for line in lines:
-                print(" ".join(f"{line[name]:13.2f}" if name != "rows" else f"{line[name]:13}" for name in names))
-            sys.stdout.flush()
-        save()
-        for count in args.profile:
-            report.setdefault("profile", {})[str(count)] = listing = profile(policy, count, pool)
-            print(f"\nkernels of one forward of {count} rows")
-            for entry in listing:
-                print(f"{entry['us']:8} us {entry['calls']:5} x  {entry['kernel']}")
-        if args.check:
-            report["check"] = check(policy, args.checkpoint, pool)
-            del policy
-            free()
-            fixed = Gr00tPolicy(args.checkpoint, "cuda", engine=True, reproducible=True)
-            assert fixed.engine is not None
-            fixed.engine.warm_up(rows_of(fixed, [observation(fixed, "libero", 0)], pool)[0].grids)
-            report["reproducible"] = check_reproducible(fixed, pool)
-            print(f"\n{json.dumps(report['check'])}\nreproducible: {json.dumps(report['reproducible'])}")
-            kept = {
-                "rms_ratio at most 1.05": report["check"]["rms_ratio"] <= 1.05,
-                "neighbours change no bit": report["check"]["neighbour_swap_identical"],
-                "no capture while serving": report["check"]["captures_in_1000_waves"] == 0,
-                "reproducible": report["reproducible"]["identical_in_200_waves"],
-            }
-            broken = [name for name, holds in kept.items() if not holds]
-            print(f"promises broken: {', '.join(broken)}" if broken else "every promise holds")
-        save()
+        fixed = Gr00tPolicy(args.checkpoint, "cuda", engine=True, reproducible=True)
+        assert fixed.engine is not None
+        fixed.engine.warm_up(rows_of(fixed, [observation(fixed, "libero", 0)])[0].grids)
+        report["reproducible"] = check_reproducible(fixed)
+        print(f"\n{json.dumps(report['check'])}\nreproducible: {json.dumps(report['reproducible'])}")
+        kept = {
+            "rms_ratio at most 1.05": report["check"]["rms_ratio"] <= 1.05,
+            "neighbours change no bit": report["check"]["neighbour_swap_identical"],
+            "no capture while serving": report["check"]["captures_in_1000_waves"] == 0,
+            "reproducible": report["reproducible"]["identical_in_200_waves"],
+        }
+        broken = [name for name, holds in kept.items() if not holds]
+        print(f"promises broken: {', '.join(broken)}" if broken else "every promise holds")
+    save()
     return 1 if broken else 0
 
 

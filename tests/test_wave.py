@@ -41,7 +41,7 @@ class Forwards:
 
 @pytest.fixture
 def slots(policy: Gr00tPolicy) -> list[Slot]:
-    return [fill(request(observation(policy, LIBERO, seed=seed)), policy) for seed in range(5)]
+    return fill([request(observation(policy, LIBERO, seed=seed)) for seed in range(5)], policy)
 
 
 def patched(policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> Forwards:
@@ -60,7 +60,7 @@ def test_one_forward_per_patch_grid(policy: Gr00tPolicy, monkeypatch: pytest.Mon
         observation(policy, LIBERO, seed=3, size=(180, 320)),
         observation(policy, DROID, seed=4, prompt=long),
     ]
-    slots = [fill(request(f), policy) for f in fields]
+    slots = fill([request(f) for f in fields], policy)
     forwards = patched(policy, monkeypatch)
     run(slots, policy)
     assert forwards.calls == [[0, 2], [1, 4], [3]]
@@ -76,8 +76,8 @@ def test_a_bad_request_is_not_in_the_forward(policy: Gr00tPolicy, monkeypatch: p
     bad = observation(policy, LIBERO, seed=1)
     bad["state"]["x"][0, 0, 0] = np.nan
     good = [observation(policy, LIBERO, seed=seed) for seed in (0, 2)]
-    wave = [fill(request(f), policy) for f in (good[0], bad, good[1])]
-    alone = [fill(request(f), policy) for f in good]
+    wave = fill([request(f) for f in (good[0], bad, good[1])], policy)
+    alone = fill([request(f) for f in good], policy)
     forwards = patched(policy, monkeypatch)
     run(wave, policy)
     run(alone, policy)
@@ -183,7 +183,7 @@ def test_one_failed_row_fails_its_request_only(policy: Gr00tPolicy, monkeypatch:
         "prompt": "push the cup",
         "options": one["options"],
     }
-    slots = [fill(request(f), policy) for f in (three, observation(policy, LIBERO, seed=20))]
+    slots = fill([request(f) for f in (three, observation(policy, LIBERO, seed=20))], policy)
     patched(policy, monkeypatch, fail=lambda seeds: RuntimeError("x") if 11 in seeds else None)
     run(slots, policy)
     assert [slot.problem.status if slot.problem else 200 for slot in slots] == [500, 200]
@@ -194,7 +194,7 @@ def test_a_defect_in_preparing_costs_one_slot(policy: Gr00tPolicy, monkeypatch: 
         raise KeyError("/a/path")
 
     monkeypatch.setattr(policy, "prepare", broken)
-    slot = fill(request(observation(policy)), policy)
+    slot = fill([request(observation(policy))], policy)[0]
     assert slot.problem is not None and slot.problem.status == 500 and "path" not in slot.problem.detail
 
 
@@ -206,7 +206,7 @@ def test_the_reply_keeps_b_exactly_if_the_request_had_it(policy: Gr00tPolicy) ->
         "prompt": "pick up the bowl",
         "options": json.loads(json.dumps(fields["options"])),
     }
-    slots = [fill(request(f), policy) for f in (fields, bare)]
+    slots = fill([request(f) for f in (fields, bare)], policy)
     run(slots[:1], policy)
     run(slots[1:], policy)
     assert {key: value.shape for key, value in slots[0].actions().items()}["x"] == (1, 16, 1)
