@@ -31,6 +31,7 @@ from handler.wire import Part, Request, encode_problem, encode_reply
 logger = logging.getLogger(__name__)
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+ENGINES = {"auto": None, "fused": True, "plain": False}
 
 
 def unpack(batch: list[dict[str, Any]]) -> tuple[list[RequestProcessor], list[Request], dict[int, str]]:
@@ -89,7 +90,7 @@ class Gr00tHandler(BaseHandler):
             settings.get("embodiment_tag"),
             Path(settings["tokenizer"]) if settings.get("tokenizer") else None,
             Limits(**limits),
-            engine=settings["engine"],
+            engine=ENGINES[settings["engine"]],
             reproducible=settings["reproducible"],
         )
         self.pool = None

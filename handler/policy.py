@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from handler.embodiment import Embodiment, Float32, load_embodiments
+from handler.gr00t import kernels
 from handler.gr00t.checkpoint import CheckpointError, content_hash, load_model, read_json, weight_files
 from handler.gr00t.engine import Engine, Fused, HostRow, frame_values, image_tokens, padded_length
 from handler.gr00t.model import Batch, Grid, cut_patches, mrope_positions, velocity_scale
@@ -103,7 +104,8 @@ class Gr00tPolicy:
         embodiment_tag: what a request means that names no embodiment; by default the checkpoint's only one, if so.
         tokenizer: a folder with the backbone's `tokenizer.json`, when the checkpoint has none.
         limits: see `Limits`.
-        engine: run the fused network, from CUDA graphs on a GPU, in place of the plain one.
+        engine: run the fused network, from CUDA graphs on a GPU, in place of the plain one; None: where that was
+            measured and verified, in bfloat16 on a Hopper GPU.
         reproducible: one shape for every wave, so that a row's bits do not depend on its company.
 
     Raises:
@@ -118,7 +120,7 @@ class Gr00tPolicy:
         embodiment_tag: str | None = None,
         tokenizer: Path | None = None,
         limits: Limits | None = None,
-        engine: bool = False,
+        engine: bool | None = False,
         reproducible: bool = False,
     ) -> None:
         start = time.perf_counter()
@@ -146,11 +148,14 @@ class Gr00tPolicy:
         self.resizer = Resizer(self.recipe, self.device)
         self.rows_per_forward = min(REPRODUCIBLE_ROWS, self.limits.max_rows) if reproducible else self.limits.max_rows
         self.engine: Engine | None = None
+        if engine is None:
+            hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9
+            engine = hopper and self.dtype == torch.bfloat16 and kernels.triton is not None
         if engine:
             ids = list(dict.fromkeys(e.id for e in self.embodiments.values()))
             self.weight_set = {identity: index for index, identity in enumerate(ids)}
             if self.device.type == "cuda" and self.dtype != torch.bfloat16:
-                raise CheckpointError("engine: its kernels are for bfloat16; set dtype: auto, or engine: false")
+                raise CheckpointError("engine: its kernels are for bfloat16; set dtype: auto, or engine: plain")
             rungs = [self.rows_per_forward] if reproducible else None
             fused = Fused(self.model, ids, self.encode_prompt.lead)
             self.engine = Engine(fused, self.resizer, self.rows_per_forward, rungs)

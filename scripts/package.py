@@ -98,8 +98,11 @@ def _check_together(config: dict[str, Any]) -> None:
             raise ConfigError(f"{least} is {config[least]} but {most} only {config[most]}: set both")
     if config.get("deviceType") not in (None, "cpu", "gpu"):
         raise ConfigError(f"deviceType must be cpu or gpu, not {config['deviceType']!r}")
-    if config["handler"]["dtype"] not in ("auto", "float32", "bfloat16"):
-        raise ConfigError(f"handler.dtype must be auto, float32 or bfloat16, not {config['handler']['dtype']!r}")
+    for key, allowed in (("dtype", ("auto", "float32", "bfloat16")), ("engine", ("auto", "fused", "plain"))):
+        if config["handler"][key] not in allowed:
+            raise ConfigError(
+                f"handler.{key} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {config['handler'][key]!r}"
+            )
     checkpoint = config["handler"]["checkpoint"]
     if checkpoint != EMBEDDED and not os.path.isabs(checkpoint):
         raise ConfigError(f"handler.checkpoint must be `{EMBEDDED}` or an absolute path, not {checkpoint!r}")

@@ -36,7 +36,7 @@ def test_unpack_keeps_every_part_and_keeps_parts_apart_from_headers() -> None:
 
 
 def context(checkpoint: Path, batch_size: int, handler: dict[str, Any]) -> Any:
-    settings = {"checkpoint": str(checkpoint), "dtype": "auto", "engine": False, "reproducible": False} | handler
+    settings = {"checkpoint": str(checkpoint), "dtype": "auto", "engine": "auto", "reproducible": False} | handler
     config = {"batchSize": 8, "handler": settings}
     properties = {"batch_size": batch_size, "model_dir": "/nowhere", "gpu_id": None}
     return SimpleNamespace(model_yaml_config=config, system_properties=properties)

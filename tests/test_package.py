@@ -92,7 +92,7 @@ def test_base_config_says_what_torchserve_would_else_choose() -> None:
     }  # fmt: skip
     assert config["startupTimeout"] >= 300 and "deviceType" not in config
     assert config["handler"] == {
-        "checkpoint": "checkpoint", "tokenizer": None, "embodiment_tag": None, "dtype": "auto", "engine": False,
+        "checkpoint": "checkpoint", "tokenizer": None, "embodiment_tag": None, "dtype": "auto", "engine": "auto",
         "reproducible": False, "max_rows": 32,
         "max_tokens": 2048, "max_prompt_chars": 4096, "max_image_pixels": 33554432,
     }  # fmt: skip

@@ -528,10 +528,11 @@ class Engine:
     def warm_up(self, grids: Grids) -> None:
         """Captures the whole ladder for rows with these grids."""
         start = time.perf_counter()
-        self.max_graphs += len(TEXT_RUNGS) * len(self.row_rungs)
         for text in reversed(TEXT_RUNGS):  # the largest first, so that the others fit into its memory
             for rows in reversed(self.row_rungs):
-                self._capture((grids, rows, self.images(grids) + text))
+                key = (grids, rows, self.images(grids) + text)
+                self.max_graphs += key not in self.rungs
+                self._capture(key)
             logger.info("captured %d tokens, up to %d rows, after %.1f s", self.images(grids) + text,
                         self.row_rungs[-1], time.perf_counter() - start)  # fmt: skip
 
