@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -296,38 +297,43 @@ class Gr00tPolicy:
         return rows
 
     def _pack(self, frames: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
-        """Frames uint8 (B, H, W, 3) each -> a copy (B, values), those of a row one after the other.
+        """Frames uint8 (B, H, W, 3) each -> a copy (B, values), those of a row one after the other; on a GPU, where it
+        has room, on the way to it.
 
-        On a GPU's host the memory is pinned, from where the GPU fetches it by itself. PyTorch keeps such memory for the
-        next request and never gives it back, so requests with very large frames get none.
+        They leave from pinned memory. PyTorch keeps such memory for the next request and never gives it back, so
+        requests with very large frames get none.
         """
         rows, values = len(frames[0]), [frame[0].size for frame in frames]
-        pinned = self.device.type == "cuda" and rows * sum(values) <= MAX_PINNED
-        packed = torch.empty(rows, sum(values), dtype=torch.uint8, pin_memory=pinned)
-        ends = np.cumsum(values)
+        cuda = self.device.type == "cuda"
+        packed = torch.empty(rows, sum(values), dtype=torch.uint8, pin_memory=cuda and rows * sum(values) <= MAX_PINNED)
+        at = np.cumsum([0, *values])
+        places = [packed.numpy()[:, start:end] for start, end in pairwise(at)]
 
-        def copy(place: NDArray[np.uint8], frame: NDArray[np.uint8]) -> None:
-            place.reshape(frame.shape)[...] = frame
+        def copy(first: int, last: int) -> None:
+            for place, frame in zip(places, frames, strict=True):
+                place[first:last].reshape(frame[first:last].shape)[...] = frame[first:last]
 
-        places = [packed.numpy()[:, end - size : end] for end, size in zip(ends, values, strict=True)]
-        pairs = [(place[b], frame[b]) for place, frame in zip(places, frames, strict=True) for b in range(rows)]
-        self._each(copy, pairs, packed.numel() // COPY_SHARE)
-        return packed
-
-    def _each(self, do: Callable[..., object], arguments: Sequence[tuple[Any, ...]], shares: int) -> None:
-        """Calls `do` with each of the arguments, in so many shares side by side: copying frees Python's lock."""
-        count = 1 if self.pool is None else max(1, min(self.threads, len(arguments), shares))
-
-        def share(first: int) -> None:
-            for each in arguments[first::count]:
-                do(*each)
-
-        others = [self.pool.submit(share, first) for first in range(1, count)] if self.pool else []
+        shares = 1 if self.pool is None else min(self.threads, packed.numel() // COPY_SHARE + 1)
+        bounds = np.linspace(0, rows, min(rows, shares) + 1).astype(int).tolist()
+        self._each(copy, list(pairwise(bounds)))
+        if not cuda:
+            return packed
         try:
-            share(0)
+            return packed.to(self.device, non_blocking=True)
+        except torch.OutOfMemoryError:  # there may be room when its wave runs; if not, that answers for it
+            return packed
+
+    def _each(self, do: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
+        """Calls `do` with each of the arguments, side by side; the caller does the first itself."""
+        if self.pool is None or len(arguments) == 1:
+            for each in arguments:
+                do(*each)
+            return
+        others = [self.pool.submit(do, *each) for each in arguments[1:]]
+        try:
+            do(*arguments[0])
         finally:
-            if others:
-                wait(others)  # all, also when one fails: none may go on writing behind the caller's back
+            wait(others)  # all, also when one fails: none may go on writing behind the caller's back
         for other in others:
             other.result()
 

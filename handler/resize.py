@@ -220,14 +220,16 @@ if triton is not None:
     FREE = ["H", "W", "OH", "OW", "TY", "TX", "shift_y", "shift_x", "scale"]
 
     @triton.jit(do_not_specialize=FREE)
-    def _resize(S, S_AT, T, T_AT, YI, YW, XI, XW, H, W, OH, OW, TY, TX, shift_y, shift_x, scale,
+    def _resize(S_AT, T_AT, YI, YW, XI, XW, H, W, OH, OW, TY, TX, shift_y, shift_x, scale,
                 KIND: tl.constexpr, WORK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        # S_AT, T_AT: the addresses of the frames and of their images.
         # KIND as above: FIXED 0, AREA 1, MEAN 2, INT16 3; WORK is float32 for AREA, else int32.
         image = tl.program_id(1)
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = at < OH * OW * 3
         channel, x, y = at % 3, at // 3 % OW, at // 3 // OW
-        source = S + tl.load(S_AT + image) + channel
+        source = tl.load(S_AT + image).to(tl.pointer_type(tl.uint8)) + channel
+        target = tl.load(T_AT + image).to(tl.pointer_type(tl.uint8))
         total = tl.zeros([BLOCK], WORK)
         for ty in range(TY):
             yi = tl.load(YI + y * TY + ty, mask=inside, other=-1)
@@ -258,12 +260,12 @@ if triton is not None:
         else:
             total = ((total.to(tl.float32) * scale + 12582912.0) - 12582912.0).to(tl.int32)
         total = tl.minimum(tl.maximum(total, 0), 255)
-        tl.store(T + tl.load(T_AT + image) + at, total.to(tl.uint8), mask=inside)
+        tl.store(target + at, total.to(tl.uint8), mask=inside)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A step on the device: uint8 values of an image that comes out, and the kernel's arguments behind the pointers."""
+    """A step on the device: uint8 values of an image that comes out, and the kernel's arguments after the addresses."""
 
     values: int
     arguments: tuple[Any, ...]
@@ -280,7 +282,7 @@ class Resizer:
     def __call__(self, rows: Sequence[Tensor], sizes: Sequence[tuple[Size, ...]], out: Tensor) -> None:
         """Fills the first rows of `out`, uint8 (R, values) on the device: a row's images (h, w, 3) one after the other.
 
-        rows: uint8, a row's frames (H, W, 3) of these sizes one after the other, on the host.
+        rows: uint8, a row's frames (H, W, 3) of these sizes one after the other; best on the device already.
         """
         if not out.is_cuda:
             for row, row_sizes, place in zip(rows, sizes, out.numpy(), strict=False):
@@ -291,17 +293,15 @@ class Resizer:
                     place[put : put + image.size] = image.reshape(-1)
                     at, put = at + frame.size, put + image.size
             return
-        ends = np.cumsum([len(row) for row in rows])
-        staging = torch.empty(int(ends[-1]), dtype=torch.uint8, device=self.device)
-        groups: dict[Size, list[tuple[int, int]]] = {}  # by size: where each frame stands, and where its image goes
-        torch._foreach_copy_(staging.split([len(row) for row in rows]), list(rows), non_blocking=True)
-        for b, (row, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
-            at, put = end - len(row), b * out.shape[1]
-            for size in sizes[b]:
+        rows = [row.to(self.device, non_blocking=True) for row in rows]
+        groups: dict[Size, list[tuple[int, int]]] = {}  # by size: addresses of the frames and of their images
+        for b, (row, row_sizes) in enumerate(zip(rows, sizes, strict=True)):
+            at, put = row.data_ptr(), out.data_ptr() + b * out.shape[1]
+            for size in row_sizes:
                 groups.setdefault(size, []).append((at, put))
                 at, put = at + size[0] * size[1] * 3, put + self._plan(size)[-1].values
         for size, places in groups.items():
-            self._run(staging, np.array(places, np.int64), out, self._plan(size))
+            self._run(np.array(places, np.int64), self._plan(size))
 
     def warm_up(self) -> None:
         """Compiles the kernel in each of its kinds."""
@@ -312,7 +312,7 @@ class Resizer:
             frame = torch.zeros(size[0] * size[1] * 3, dtype=torch.uint8, device=self.device)
             out = torch.empty(target[0] * target[1] * 3, dtype=torch.uint8, device=self.device)
             launch = self._launch(resize_step(size, window, target, method))
-            self._run(frame, np.zeros((1, 2), np.int64), out, [launch])
+            self._run(np.array([[frame.data_ptr(), out.data_ptr()]]), [launch])
 
     def _tables(self, size: Size) -> list[Launch]:
         return [self._launch(step) for step in steps_of(self.recipe, *size)]
@@ -332,15 +332,14 @@ class Resizer:
             },
         )  # fmt: skip
 
-    def _run(self, source: Tensor, places: NDArray[np.int64], out: Tensor, launches: list[Launch]) -> None:
-        """The steps of one camera size. places: (n, 2), where a frame begins in `source` and its image in `out`."""
+    def _run(self, places: NDArray[np.int64], launches: list[Launch]) -> None:
+        """The steps of one camera size. places: (n, 2), the addresses of a frame and of its image."""
+        # Beside these two, those of the frames between two steps, which stand one after the other.
         count = len(places)
-        # Beside these two, the frames between two steps, which stand one after the other.
-        between = [np.arange(count) * launch.values for launch in launches[:-1]]
-        table = torch.from_numpy(np.stack([places[:, 0], *between, places[:, 1]])).to(self.device, non_blocking=True)
+        between = [torch.empty(count * one.values, dtype=torch.uint8, device=self.device) for one in launches[:-1]]
+        rows = [one.data_ptr() + np.arange(count) * (len(one) // count) for one in between]
+        addresses = torch.from_numpy(np.stack([places[:, 0], *rows, places[:, 1]]))
+        table = addresses.to(self.device, non_blocking=True)
         for n, launch in enumerate(launches):
-            last = n == len(launches) - 1
-            target = out if last else torch.empty(count * launch.values, dtype=torch.uint8, device=self.device)
             grid = (-(-launch.values // BLOCK), count)
-            _resize[grid](source, table[n], target, table[n + 1], *launch.arguments, **launch.options)
-            source = target
+            _resize[grid](table[n], table[n + 1], *launch.arguments, **launch.options)

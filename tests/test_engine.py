@@ -95,7 +95,7 @@ def test_a_share_that_fails_does_not_leave_the_others_running(checkpoint: Path) 
     with ThreadPoolExecutor(4) as policy.pool:
         policy.threads = 4
         with pytest.raises(ValueError, match="first"):
-            policy._each(work, [(n,) for n in range(4)], 9)
+            policy._each(work, [(n,) for n in range(4)])
         assert sorted(done) == [1, 2, 3]
 
 

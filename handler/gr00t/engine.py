@@ -290,21 +290,20 @@ class Fused:
         h = embedded.flatten(0, 1)
         cos, sin = (t.flatten(0, 2)[:, : c.text.head_dim // 2].contiguous() for t in text_rotary(x.positions, c.text))
         heads, kv_heads, dim = c.text.num_attention_heads, c.text.num_key_value_heads, c.text.head_dim
-        r: Tensor | None = None
         for i, (norm1, qkv_weight, norms, out, norm2, gate_up, down) in enumerate(self.text):
-            if r is not None and i <= len(taps):
-                r.view(rows, length, -1).index_add_(1, plan.image_index, taps[i - 1])
-            qkv = F.linear(add_norm(h, r, "rms", norm1.weight, None, norm1.eps), qkv_weight)
+            if 0 < i <= len(taps):
+                h.view(rows, length, -1).index_add_(1, plan.image_index, taps[i - 1])
+            qkv = F.linear(add_norm(h, None, "rms", norm1.weight, None, norm1.eps), qkv_weight)
             rope_(qkv, cos, sin, heads, kv_heads, norms)
             q, k, v = (
                 t.unflatten(1, (-1, dim)).unflatten(0, (rows, length)).transpose(1, 2)
                 for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
             )
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            r = F.linear(attended.transpose(1, 2).reshape(rows * length, -1), out)
-            y = add_norm(h, r, "rms", norm2.weight, None, norm2.eps)
-            r = F.linear(silu_mul(F.linear(y, gate_up)), down)
-        h = add_norm(h, r, "layer", self.vlln.weight, self.vlln.bias, self.vlln.eps)
+            h.addmm_(attended.transpose(1, 2).reshape(rows * length, -1), out.t())  # no bias: the product adds to h
+            y = add_norm(h, None, "rms", norm2.weight, None, norm2.eps)
+            h.addmm_(silu_mul(F.linear(y, gate_up)), down.t())
+        h = add_norm(h, None, "layer", self.vlln.weight, self.vlln.bias, self.vlln.eps)
         summed: Tensor | Sums | None = None
         vl_heads = c.vl_self_attention.num_attention_heads
         for norm1, (weight, bias), to_out, norm3, ff in self.vl:
@@ -584,7 +583,9 @@ class Engine:
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Of this thread alone: others may upload frames meanwhile.
+        capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        with torch.inference_mode(), capture:
             result = run()
         self._pool = self._pool or graph.pool()
         return graph, result
