@@ -21,7 +21,7 @@ from handler.problem import Problem
 from handler.wire import pointer, quote
 
 MAX_SEED = 2**63 - 1
-OPTIONS = ("embodiment_tag", "seed", "rtc", "timestamp")
+OPTIONS = ("embodiment_tag", "seed", "rtc", "timestamp", "deadline_ms")
 KINDS = {dict: "a mapping", list: "a list", str: "a text", bytes: "bytes", bool: "a boolean", int: "a number",
          float: "a number", type(None): "nothing"}
 RTC_OPTIONS = ("action", "overlap_steps", "frozen_steps", "ramp_rate")
@@ -63,6 +63,7 @@ class Observation:
         state: {key: float32 (B, T, D)}, finite, physical units.
         instructions: B strings.
         seed: row i draws its noise from seed + i; None leaves the choice to the server.
+        deadline: Unix time in seconds after which nobody wants the actions any more, or None.
         batched: the request's arrays had the B axis, so the reply's have it.
         where: pointers to the client's own fields, for problems found later: "video.CAMERA", "language".
     """
@@ -74,6 +75,7 @@ class Observation:
     seed: int | None = None
     rtc: Rtc | None = None
     timestamp: float | int | str | None = None
+    deadline: float | None = None
     batched: bool = True
     where: dict[str, str] = field(default_factory=dict)
 
@@ -131,6 +133,7 @@ def check(
         seed=_seed(options, rows),
         rtc=_rtc(options, embodiment, rows),
         timestamp=_timestamp(options),
+        deadline=_deadline(options),
         batched=any(size is not None for size in axes.values()),
         where={**{f"{m}.{k}": at for (m, k), (at, _) in given.items() if m != "language"}, "language": where},
     )
@@ -257,6 +260,21 @@ def _timestamp(options: Mapping[str, Any]) -> float | int | str | None:
         422, "options.timestamp must be a finite number or a text of at most 64 characters",
         pointer("options", "timestamp"),
     )
+
+
+def _deadline(options: Mapping[str, Any]) -> float | None:
+    value = options.get("deadline_ms")
+    if value is None:
+        return None
+    if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
+        value = value.item()
+    # From 1973 to 5138: whoever sends a duration must not get 504 for ever.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e11 <= value < 1e14:
+        raise Problem(
+            422, f"options.deadline_ms must be a Unix time in milliseconds, got {_show(value)}; for a duration send "
+            "the headers X-Request-Timeout-Ms and X-Request-Start", pointer("options", "deadline_ms"),
+        )  # fmt: skip
+    return float(value) / 1000
 
 
 def _rtc(options: Mapping[str, Any], embodiment: Embodiment, rows: int) -> Rtc | None:

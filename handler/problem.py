@@ -11,6 +11,7 @@ TITLES = {
     422: "Unprocessable Content",
     500: "Internal Server Error",
     503: "Service Unavailable",
+    504: "Gateway Timeout",
 }
 
 
@@ -19,7 +20,7 @@ class Problem(Exception):
 
     Args:
         status: one of TITLES: 400 undecodable, 404 no such operation, 413 over a limit, 415 unknown type, 422 breaks
-            the contract, 500 this row's own failure, 503 try again.
+            the contract, 500 this row's own failure, 503 try again, 504 past its deadline.
         detail: which field, what was expected, what came, what to do. Never a traceback, secret or path.
         pointer: RFC 6901 pointer to the field in the request as it was sent, when one field is to blame.
         retry_after: seconds after which a retry makes sense (503 only).

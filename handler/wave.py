@@ -21,7 +21,7 @@ import torch
 from handler.observation import Observation, has_files
 from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
-from handler.wire import ReplyForm, Request, decode, reply_form
+from handler.wire import ReplyForm, Request, decode, header_deadline, reply_form
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Slot:
     Attributes:
         form: how the client wants its reply.
         observation, rows: what it asked, when it is good.
+        deadline: Unix time in seconds after which nothing is computed for it, or None.
         problem: why it failed, when it did.
         results: per row its actions, once they are there.
         group_rows: rows of the forward that answered its first row.
@@ -45,6 +46,7 @@ class Slot:
     form: ReplyForm
     observation: Observation | None = None
     rows: list[Row] = field(default_factory=list)
+    deadline: float | None = None
     problem: Problem | None = None
     results: dict[int, Actions] = field(default_factory=dict)
     group_rows: int = 0
@@ -73,6 +75,7 @@ def fill(requests: Sequence[Request], policy: Gr00tPolicy, pool: ThreadPoolExecu
         with _blame(slot):
             if request.headers.get("explain") == "True":  # set by TorchServe for /explanations
                 raise Problem(404, "there are no explanations for this model")
+            slot.deadline = header_deadline(request)
             fields, slot.form = decode(request)
         if slot.problem is None:
             if pool is not None and len(requests) > 1 and has_files(fields):
@@ -87,8 +90,18 @@ def fill(requests: Sequence[Request], policy: Gr00tPolicy, pool: ThreadPoolExecu
 def _prepare(slot: Slot, fields: dict[str, Any], policy: Gr00tPolicy) -> None:
     with _blame(slot):
         slot.observation = policy.check(fields)
+        slot.deadline = min(filter(None, (slot.deadline, slot.observation.deadline)), default=None)
+        _in_time(slot)
         slot.rows = policy.prepare(slot.observation)
         slot.observation.video.clear()  # the rows have copies; the originals would only take memory
+
+
+def _in_time(slot: Slot) -> None:
+    """Raises Problem 504 when the slot's deadline is over."""
+    late = time.time() - slot.deadline if slot.deadline is not None else 0.0
+    if late > 0:
+        raise Problem(504, f"this observation came to its wave {math.ceil(late * 1000)} ms after its deadline, so "
+                      "nothing was computed: send a fresh one (and compare the clocks if it was fresh)")  # fmt: skip
 
 
 @contextmanager
@@ -113,6 +126,9 @@ def run(slots: Sequence[Slot], policy: Gr00tPolicy) -> None:
     """
     groups: dict[Any, list[tuple[Slot, int]]] = {}
     for slot in slots:
+        if slot.problem is None:
+            with _blame(slot):
+                _in_time(slot)  # decoding the others took time, too
         if slot.problem is None:
             for b, row in enumerate(slot.rows):
                 groups.setdefault(policy.shape(row), []).append((slot, b))

@@ -101,6 +101,10 @@ def decode(request: Request) -> tuple[dict[str, Any], ReplyForm]:
     its own rules. Pointers name the field as the client sent it.
     """
     kind, form = _kind(request), reply_form(request)
+    coding = request.header("content-encoding")
+    if coding is not None and coding.strip().lower() != "identity":
+        raise Problem(415, f"Expected a body without compression; came Content-Encoding {quote(coding)}. JPEG or PNG "
+                      "files make bodies small.")  # fmt: skip
     if kind is None:
         sent = request.header("content-type")
         came = f"the content type {quote(sent)}" if sent else "no content type"
@@ -118,6 +122,29 @@ def decode(request: Request) -> tuple[dict[str, Any], ReplyForm]:
     if not isinstance(tree, dict):
         raise Problem(400, f"Expected a mapping at the top of the body; came {_kind_of(tree)}.")
     return tree, form
+
+
+def header_deadline(request: Request) -> float | None:
+    """Unix time in seconds: X-Request-Start, as the client or a proxy stamps it, and X-Request-Timeout-Ms after that.
+
+    None without X-Request-Timeout-Ms. TorchServe does not tell how long a request has waited in its queue.
+    Raises Problem 400 where the two headers do not say it.
+    """
+    timeout, start = request.header("x-request-timeout-ms"), request.header("x-request-start")
+    if timeout is None:
+        return None
+    if not re.fullmatch("[0-9]{1,7}", timeout, re.ASCII):
+        raise Problem(400, f"The header X-Request-Timeout-Ms must be whole milliseconds, up to 9999999; came "
+                      f"{quote(timeout)}.")  # fmt: skip
+    # Seconds as nginx writes them ("t=${msec}"), milliseconds or microseconds.
+    stamp = re.fullmatch(r"(?:t=)?([0-9]{10})(?:\.?([0-9]{3}|[0-9]{6}))?", start or "", re.ASCII)
+    if stamp is None:
+        raise Problem(
+            400, "X-Request-Timeout-Ms counts from the header X-Request-Start, which must be a Unix time such as "
+            f"t=1700000000.250; came {quote(start) if start else 'none'}. Let the client or a proxy set it, or send "
+            "options.deadline_ms.",
+        )  # fmt: skip
+    return float(f"{stamp[1]}.{stamp[2] or 0}") + int(timeout) / 1000
 
 
 def encode_reply(form: ReplyForm, actions: dict[str, np.ndarray], info: dict[str, Any]) -> tuple[str, bytes]:

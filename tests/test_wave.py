@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import email
 import json
+import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from handler.observation import Observation
 from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
 from handler.wave import ContextLost, Slot, fill, run
 from handler.wire import Part, Request
-from tests.client import as_msgpack
+from tests.client import Body, as_json, as_msgpack, as_multipart
 from tests.conftest import DROID, LIBERO, observation
 
 
@@ -212,3 +217,96 @@ def test_the_reply_keeps_b_exactly_if_the_request_had_it(policy: Gr00tPolicy) ->
     assert {key: value.shape for key, value in slots[0].actions().items()}["x"] == (1, 16, 1)
     for key, value in slots[1].actions().items():
         assert np.array_equal(value, slots[0].actions()[key][0])
+
+
+@pytest.mark.parametrize(
+    ("options", "headers", "late"),
+    [
+        ({}, {}, False),
+        ({"deadline_ms": 5000}, {}, False),
+        ({"deadline_ms": -1}, {}, True),
+        ({}, {"X-Request-Timeout-Ms": "5000", "X-Request-Start": "t={:.3f}"}, False),
+        ({}, {"x-request-timeout-ms": "0", "X-REQUEST-START": "{:.6f}"}, True),
+        ({"deadline_ms": 5000}, {"X-Request-Timeout-Ms": "0", "X-Request-Start": "t={:.3f}"}, True),
+        ({"deadline_ms": -1}, {"X-Request-Timeout-Ms": "5000", "X-Request-Start": "t={:.3f}"}, True),
+    ],
+)
+def test_what_is_past_its_deadline_costs_no_forward(
+    policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], headers: dict[str, str], late: bool
+) -> None:
+    """The earlier of the two deadlines holds; options here are milliseconds from now."""
+    now = time.time()
+    fields = observation(policy, seed=7)
+    fields["options"].update({key: (now * 1000) + value for key, value in options.items()})
+    one = request(fields)
+    one.headers.update({name: value.format(now) for name, value in headers.items()})
+    forwards = patched(policy, monkeypatch)
+    slots = fill([one, request(observation(policy, seed=8))], policy)
+    run(slots, policy)
+    assert forwards.calls == ([[8]] if late else [[7, 8]])
+    if late:
+        assert slots[0].problem is not None and slots[0].problem.status == 504 and not slots[0].rows
+    assert slots[1].problem is None
+
+
+def test_a_deadline_that_passes_while_others_are_decoded(policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = observation(policy, seed=7)
+    fields["options"]["deadline_ms"] = time.time() * 1000 + 60_000
+    slots = fill([request(fields), request(observation(policy, seed=8))], policy)
+    assert slots[0].problem is None and slots[0].rows
+    later = time.time() + 61
+    monkeypatch.setattr(time, "time", lambda: later)
+    forwards = patched(policy, monkeypatch)
+    run(slots, policy)
+    assert forwards.calls == [[8]]
+    assert slots[0].problem is not None and slots[0].problem.status == 504
+
+
+def test_image_files_are_decoded_in_threads_and_arrays_in_this_one(
+    policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the mix, every request gets its own slot, in order, with its own rows or problem."""
+    fields = [observation(policy, seed=seed, size=(64, 64)) for seed in range(6)]
+    bad = [observation(policy, seed=9, size=(64, 64)) for _ in range(2)]
+    for one in bad:
+        del one["state"]["x"]
+    bodies = [as_msgpack(fields[0]), as_json(fields[1]), as_json(bad[0]), as_multipart(fields[2]), as_msgpack(bad[1]),
+              as_json(fields[3]), as_msgpack(fields[4]), as_multipart(fields[5])]  # fmt: skip
+    requests = [read_request(body) for body in bodies]
+    threads: list[int] = []
+    real = policy.prepare
+
+    def prepare(observed: Observation) -> list[Row]:
+        threads.append(threading.get_ident())
+        return real(observed)
+
+    monkeypatch.setattr(policy, "prepare", prepare)
+    with ThreadPoolExecutor(3) as pool:
+        got = fill(requests, policy, pool)
+    assert threads.count(threading.get_ident()) == 2  # the two good arrays
+    assert len(threads) == 6
+    want = fill(requests, policy)
+    for a, b in zip(got, want, strict=True):
+        assert (a.problem is None) == (b.problem is None)
+        if a.problem is not None and b.problem is not None:
+            assert (a.problem.status, a.problem.pointer) == (b.problem.status, b.problem.pointer)
+        assert [row.seed for row in a.rows] == [row.seed for row in b.rows]
+        assert all(torch.equal(x.frames, y.frames) for x, y in zip(a.rows, b.rows, strict=True))
+    assert [slot.problem is None for slot in got] == [True, True, False, True, False, True, True, True]
+
+
+def read_request(body: Body) -> Request:
+    """A body as the handler gets it: forms taken apart."""
+    headers, data = body
+    kind = headers["Content-Type"]
+    if not kind.startswith("multipart/"):
+        return Request(dict(headers), [Part("body", kind, data)])
+    message = email.message_from_bytes(b"Content-Type: " + kind.encode() + b"\r\n\r\n" + data)
+    parts = []
+    for part in message.walk():
+        if not part.is_multipart():
+            value = part.get_payload(decode=True)
+            assert isinstance(value, bytes)
+            kind = part.get_content_type() if part["content-type"] else ""
+            parts.append(Part(str(part.get_param("name", header="content-disposition")), kind, value))
+    return Request(dict(headers), parts)

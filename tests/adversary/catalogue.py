@@ -8,6 +8,7 @@ A kind is made from a good LIBERO observation of one row (see `tests.conftest.ob
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import pickle
@@ -686,6 +687,26 @@ EMBODIMENTS = [
          "64 characters"),
     Kind("timestamp a list", packed(put([1], "options", "timestamp")), 422, "/options/timestamp", "finite number"),
     Kind("timestamp true", packed(put(True, "options", "timestamp")), 422, "/options/timestamp", "finite number"),
+    *(
+        Kind(f"deadline {name}", packed(put(value, "options", "deadline_ms")), 422, "/options/deadline_ms",
+             "must be a Unix time in milliseconds")
+        for name, value in (("a duration", 200), ("in seconds", 1.7e9), ("NaN", float("nan")), ("a text", "now"),
+                            ("true", True), ("an array", np.arange(2)), ("far away", 1e15))
+    ),
+    Kind("deadline over", packed(put(1.6e12, "options", "deadline_ms")), 504, None, "after its deadline"),
+    Kind("deadline over by headers", with_headers(as_msgpack, X_Request_Start="t=1600000000.250",
+                                                  X_Request_Timeout_Ms="100"), 504, None, "after its deadline"),
+    Kind("timeout without a start", with_headers(as_json, X_Request_Timeout_Ms="100"), 400, None, "came none"),
+    *(
+        Kind(f"timeout {value!r}", with_headers(as_multipart, X_Request_Start="t=1600000000",
+                                                X_Request_Timeout_Ms=value), 400, None, "must be whole milliseconds")
+        for value in ("1e3", "-1", "0x10", "99999999", "soon")
+    ),
+    *(
+        Kind(f"start {value!r}", with_headers(as_msgpack, X_Request_Timeout_Ms="100", X_Request_Start=value), 400, None,
+             "must be a Unix time such as")
+        for value in ("now", "t=16", "1600000000.2.5", "t=-1600000000")
+    ),
 ]  # fmt: skip
 
 SEEDS = [
@@ -775,6 +796,9 @@ TYPES = [
         ("of 4 kB", "application/" + "j" * 4000, "jjj'..."),
     )
 ] + [
+    Kind("content encoding gzip", with_body(with_headers(as_json, Content_Encoding="gzip"), gzip.compress), 415, None,
+         "came Content-Encoding 'gzip'"),
+    Kind("content encoding unknown", with_headers(as_msgpack, Content_Encoding="x"), 415, None, "without compression"),
     Kind("no content type", lambda f: ({}, as_json(f)[1]), 415, None, "came no content type. Set the Content-Type"),
     Kind("refused, asking for msgpack", with_headers(raw(JSON, b"{"), Accept="application/msgpack"), 400, None,
          "not JSON"),
@@ -818,6 +842,11 @@ PROMPTS_GOOD = {
 GREY, PALETTE = picture("L"), picture("P")
 GOOD: list[Good] = [
     *(good_prompt(name, text) for name, text in PROMPTS_GOOD.items()),
+    Good("content encoding identity", with_headers(as_json, Content_Encoding="Identity"), lambda fields: fields),
+    Good("deadline far ahead", packed(put(9.9e13, "options", "deadline_ms")), lambda fields: fields),
+    Good("timeout of hours", with_headers(as_json, X_Request_Start="t=9999999999.999", X_Request_Timeout_Ms="9999999"),
+         lambda fields: fields),
+    Good("start without a timeout", with_headers(as_msgpack, X_Request_Start="whenever"), lambda fields: fields),
     good_state("denormal", F32 * np.float32(1e-42)),
     good_state("denormal of float64", np.full((1, 1, 1), 5e-324)),
     good_state("far outside its statistics", F32 * 1e5),

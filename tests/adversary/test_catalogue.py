@@ -8,86 +8,27 @@ import http.client
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import pytest
 import requests
 
 from handler.policy import Actions, Gr00tPolicy
-from handler.wave import Slot, run
-from handler.wire import JSON, ReplyForm
-from scripts.package import ROOT, build
+from scripts.package import ROOT
 from scripts.serve import Server
 from tests.adversary.catalogue import BEFORE, GOOD, KINDS, PROMPTS_GOOD, Before, Good, Kind
-from tests.client import Body, as_msgpack, post, read, send, wave
-from tests.conftest import observation
+from tests.adversary.conftest import differences, joined
+from tests.client import Body, as_json, as_msgpack, post, read, send, wave
 
 ABREAST = 6  # kinds in one wave; with the two neighbours it is the overlay's batch size
 SECRETS = ("Traceback", "File \"", ".py", str(ROOT), "/tmp", "gr00t-serve-", "site-packages", "ts.service")
 WAVES = [KINDS[first : first + ABREAST] for first in range(0, len(KINDS), ABREAST)]
 GOOD_WAVES = [GOOD[first : first + ABREAST] for first in range(0, len(GOOD), ABREAST)]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded checkpoint with the batched overlay, and more patience: 1 ms is short on a busy machine."""
-    folder = tmp_path_factory.mktemp("adversary")
-    patient = folder / "patient.yaml"
-    patient.write_text("maxBatchDelay: 30\n")
-    archive = build(None, [ROOT / "config" / "batched.yaml", patient], folder / "store" / "gr00t.mar")
-    with Server(archive, run_dir=folder / "run") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def pid(server: Server) -> int:
-    """The worker that must live through the whole module."""
-    (pid,) = server.worker_pids()
-    return pid
-
-
-@pytest.fixture(scope="module")
-def small(policy: Gr00tPolicy) -> dict[str, Any]:
-    """What kinds are made from; copy it."""
-    return observation(policy, seed=7, size=(64, 64))
-
-
-@pytest.fixture(scope="module")
-def neighbours(policy: Gr00tPolicy) -> list[dict[str, Any]]:
-    return [observation(policy, seed=seed, size=(64, 64), prompt=text) for seed, text in ((1, "stop"), (2, "go on"))]
-
-
-@pytest.fixture(scope="module")
-def clean(policy: Gr00tPolicy, neighbours: list[dict[str, Any]]) -> list[Actions]:
-    """The two neighbours' actions in a wave of their own."""
-    return joined(policy, neighbours)
-
-
-def joined(policy: Gr00tPolicy, observations: Sequence[dict[str, Any]]) -> list[Actions]:
-    """`policy.get_action` of several observations, joined in forwards as the server joins them."""
-    slots = []
-    for fields in observations:
-        slot = Slot(ReplyForm(JSON, "openpi"), policy.check(fields))
-        assert slot.observation is not None
-        slot.rows = policy.prepare(slot.observation)
-        slots.append(slot)
-    run(slots, policy)
-    assert all(slot.problem is None for slot in slots)
-    return [slot.actions() for slot in slots]
-
-
-def differences(got: Actions, want: Actions) -> list[str]:
-    """The keys whose bits differ, or whose values are not finite."""
-    assert got.keys() == want.keys()
-    return [
-        key for key, value in want.items()
-        if got[key].dtype != np.float32 or not np.isfinite(value).all()
-        or got[key].tobytes() != value.astype(np.float32).tobytes()
-    ]  # fmt: skip
 
 
 def complaint(kind: Kind, reply: requests.Response) -> str:
@@ -111,8 +52,13 @@ def queue(server: Server, count: int) -> None:
         time.sleep(0.003)
 
 
-def abreast(server: Server, bodies: Sequence[Body], neighbours: Sequence[Body]) -> list[requests.Response]:
-    """As tests.client.wave, but what is between the neighbours comes in any order, which takes half the time."""
+def abreast(
+    server: Server, bodies: Sequence[Body], neighbours: Sequence[Body], pause: float = 0.0
+) -> list[requests.Response]:
+    """As tests.client.wave, but what is between the neighbours comes in any order, which takes half the time.
+
+    pause: seconds that the queued wave waits longer.
+    """
     (pid,) = server.worker_pids()
     with ThreadPoolExecutor(len(bodies) + 3) as pool:
         os.kill(pid, signal.SIGSTOP)
@@ -126,6 +72,7 @@ def abreast(server: Server, bodies: Sequence[Body], neighbours: Sequence[Body]) 
             queue(server, 1 + len(bodies))
             futures.append(pool.submit(post, server, neighbours[1]))
             queue(server, 2 + len(bodies))
+            time.sleep(pause)
         finally:
             os.kill(pid, signal.SIGCONT)
         assert taken.result().status_code == 200
@@ -221,3 +168,35 @@ def test_answered_before_the_handler(server: Server, pid: int, small: dict[str, 
         print("came", status, name)
     assert got == {kind.name: kind.status for kind in BEFORE}
     assert server.worker_pids() == [pid]
+
+
+def test_deadlines_pass_in_the_queue(server: Server, pid: int, small: dict[str, Any], neighbours: list[dict[str, Any]],
+                                     clean: list[Actions]) -> None:
+    """They cost no forward: the neighbours' bits are those of a wave of two."""
+    soon = time.time() + 0.2
+    fields = copy.deepcopy(small)
+    fields["options"]["deadline_ms"] = soon * 1000
+    late = [as_msgpack(fields), as_json(copy.deepcopy(small))]
+    late[1][0].update({"X-Request-Start": f"t={soon - 0.1:.3f}", "X-Request-Timeout-Ms": "100"})
+    ends = [as_msgpack(fields) for fields in neighbours]
+    first, *replies, last = abreast(server, late, ends, pause=0.3)
+    for reply in replies:
+        assert (reply.status_code, reply.json()["title"]) == (504, "Gateway Timeout")
+        assert "ms after its deadline, so nothing was computed" in reply.json()["detail"]
+    for reply, want in zip((first, last), clean, strict=True):
+        actions, info = read(reply)
+        assert (info["wave_requests"], info["wave_rows"], info["group_rows"]) == (4, 2, 2)
+        assert not differences(actions, want)
+    assert server.worker_pids() == [pid]
+
+
+def test_memory_is_back_where_it_was(server: Server, pid: int, small: dict[str, Any]) -> None:
+    """Twice the whole catalogue: the second time the worker needs no more memory than the first."""
+    worker, held = psutil.Process(pid), []
+    for _ in range(2):
+        with ThreadPoolExecutor(8) as pool:
+            replies = pool.map(lambda kind: post(server, kind.make(copy.deepcopy(small))).status_code, KINDS)
+            assert list(replies) == [kind.status for kind in KINDS]
+        held.append(worker.memory_info().rss / 1e6)
+    print("worker's resident megabytes", held)
+    assert held[1] < held[0] + 48

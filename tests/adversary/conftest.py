@@ -1,0 +1,74 @@
+"""One server for all adversaries, and what the good neighbours must get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from handler.policy import Actions, Gr00tPolicy
+from handler.wave import Slot, run
+from handler.wire import JSON, ReplyForm
+from scripts.package import ROOT, build
+from scripts.serve import Server
+from tests.conftest import observation
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The embedded checkpoint with the batched overlay, and more patience: 1 ms is short on a busy machine."""
+    folder = tmp_path_factory.mktemp("adversary")
+    patient = folder / "patient.yaml"
+    patient.write_text("maxBatchDelay: 30\n")
+    archive = build(None, [ROOT / "config" / "batched.yaml", patient], folder / "store" / "gr00t.mar")
+    with Server(archive, run_dir=folder / "run") as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def pid(server: Server) -> int:
+    """The worker that must live through all of them."""
+    (pid,) = server.worker_pids()
+    return pid
+
+
+@pytest.fixture(scope="package")
+def small(policy: Gr00tPolicy) -> dict[str, Any]:
+    """What kinds are made from; copy it."""
+    return observation(policy, seed=7, size=(64, 64))
+
+
+@pytest.fixture(scope="package")
+def neighbours(policy: Gr00tPolicy) -> list[dict[str, Any]]:
+    return [observation(policy, seed=seed, size=(64, 64), prompt=text) for seed, text in ((1, "stop"), (2, "go on"))]
+
+
+@pytest.fixture(scope="package")
+def clean(policy: Gr00tPolicy, neighbours: list[dict[str, Any]]) -> list[Actions]:
+    """The two neighbours' actions in a wave of their own."""
+    return joined(policy, neighbours)
+
+
+def joined(policy: Gr00tPolicy, observations: Sequence[dict[str, Any]]) -> list[Actions]:
+    """`policy.get_action` of several observations, joined in forwards as the server joins them."""
+    slots = []
+    for fields in observations:
+        slot = Slot(ReplyForm(JSON, "openpi"), policy.check(fields))
+        assert slot.observation is not None
+        slot.rows = policy.prepare(slot.observation)
+        slots.append(slot)
+    run(slots, policy)
+    assert all(slot.problem is None for slot in slots)
+    return [slot.actions() for slot in slots]
+
+
+def differences(got: Actions, want: Actions) -> list[str]:
+    """The keys whose bits differ, or whose values are not finite."""
+    assert got.keys() == want.keys()
+    return [
+        key for key, value in want.items()
+        if got[key].dtype != np.float32 or not np.isfinite(value).all()
+        or got[key].tobytes() != value.astype(np.float32).tobytes()
+    ]  # fmt: skip
