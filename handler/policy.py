@@ -497,7 +497,10 @@ class Gr00tPolicy:
             self.resizer.warm_up()
         for tag in self.embodiments:
             example = self.example(tag)
-            self.get_action(example)
+            try:
+                self.get_action(example)
+            except Problem as problem:
+                raise CheckpointError(f"an example of {tag} cannot be answered: {problem.detail}") from None
             if self.engine is not None and self.device.type == "cuda":
                 self.engine.warm_up(self.prepare(self.check(example))[0].grids)
 

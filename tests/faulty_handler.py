@@ -1,7 +1,14 @@
-"""The handler of `test_faults.py`: instructions that start with "fault" make the forward fail in known ways."""
+"""The handler of `test_faults.py`: instructions that start with "fault" make the forward fail in known ways.
+
+"fault SIGNAL": the worker kills itself; "fault hang": it sleeps; "fault row", "batch", "once": the forward raises with
+this row, with any other beside it, the first time; "fault memory" and "fault context": as a GPU out of memory, or lost.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +36,17 @@ class FaultyHandler(Gr00tHandler):
 
         def predict(rows: Sequence[Row]) -> list[Actions | Problem]:
             words = {faults[id(row)][1] for row in rows if id(row) in faults}
+            for word in words:
+                if word.startswith("fault SIG"):
+                    os.kill(os.getpid(), signal.Signals[word.removeprefix("fault ")])
+            if "fault hang" in words:
+                time.sleep(600)
+            if "fault batch" in words and len(rows) > 1:
+                raise ValueError("only alone")
+            if "fault once" in words:
+                for row in rows:
+                    faults.pop(id(row), None)
+                raise ValueError("only the first time")
             if "fault row" in words:
                 raise ValueError("this row cannot be computed")
             if "fault memory" in words and len(rows) > 1:
