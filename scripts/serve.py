@@ -327,6 +327,7 @@ def main() -> int:
     parser.add_argument(
         "--port", type=_port, metavar="N", help="inference; the next four are used too (default: 8080)"
     )
+    parser.add_argument("--ready-port", type=int, metavar="N", help="answer GET /ready there, for load balancers")
     parser.add_argument("--no-auth", action="store_true", help="switch token authorization off")
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that TorchServe prints")
     args = parser.parse_args()
@@ -350,6 +351,13 @@ def main() -> int:
         server = Server(archive, run_dir=RUN_DIR, port=args.port, auth=not args.no_auth, on_line=show)
         print("serve: starting TorchServe", flush=True)
         with server:
+            if args.ready_port is not None:
+                from scripts.ready import serve_ready  # which needs this module
+
+                try:
+                    serve_ready(server, args.ready_port)
+                except (OSError, OverflowError) as error:
+                    raise StartError(f"--ready-port {args.ready_port} cannot be used: {error}") from None
             print(_banner(server, time.monotonic() - began), flush=True)
             server.wait()
         raise StartError(f"TorchServe ended by itself; {server.log_path} may say why")

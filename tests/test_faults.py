@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from handler.policy import Gr00tPolicy
 from scripts.make_checkpoint import write_checkpoint
 from scripts.package import ROOT, build
-from scripts.serve import Server, StartError
+from scripts.ready import main, serve_ready
+from scripts.serve import Server, StartError, local_session
 from tests.client import as_msgpack, post, read, wave
 from tests.conftest import LIBERO, observation
 
@@ -170,3 +175,41 @@ def test_a_spoilt_checkpoint_does_not_start(tmp_path: Path, how: str, reason: st
     with pytest.raises(StartError, match=reason) as caught:
         Server(archive, run_dir=tmp_path / "run").start()
     assert "Traceback" not in str(caught.value)
+
+
+def test_readiness_follows_the_worker(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
+    """200 while a worker can serve; 503 from its death until the next is READY."""
+    command = ["ready", "--url", server.management_url, "--key-file", str(server.key_file)]
+    monkeypatch.setattr(sys, "argv", command)
+    ready = serve_ready(server, 0)
+    url = f"http://127.0.0.1:{ready.server_port}/ready"
+
+    def ask() -> tuple[int, dict[str, Any]]:
+        with local_session() as session:
+            reply = session.get(url, timeout=10)
+            return reply.status_code, reply.json()
+
+    try:
+        assert ask() == (200, {"ready": True, "detail": "workers READY: 1, waiting: 0"})
+        assert main() == 0 and capsys.readouterr().out == "ready: workers READY: 1, waiting: 0\n"
+        with local_session() as session:
+            assert session.get(url.replace("/ready", "/keys"), timeout=10).status_code == 404
+            assert session.head(url, timeout=10).status_code == 200
+
+        pids = server.worker_pids()
+        os.kill(pids[0], signal.SIGKILL)
+        seen: list[int] = []
+        deadline = time.monotonic() + 60
+        while not seen or seen[-1] != 200 or 503 not in seen:
+            assert time.monotonic() < deadline, seen
+            seen.append(ask()[0])
+            time.sleep(0.2)
+        assert server.worker_pids() not in ([], pids)  # what it says is so
+    finally:
+        ready.shutdown()
+        ready.server_close()
+    monkeypatch.setattr(sys, "argv", [*command[:2], "http://127.0.0.1:9", *command[3:]])
+    assert main() == 1 and capsys.readouterr().out == "not ready: TorchServe does not answer\n"
+    monkeypatch.setattr(sys, "argv", [*command[:4], str(tmp_path / "none.json")])
+    assert main() == 1 and capsys.readouterr().out == "not ready: TorchServe answers 400\n"

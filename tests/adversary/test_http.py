@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from handler.policy import Actions, Gr00tPolicy
+from scripts.ready import readiness
 from scripts.serve import Server
 from tests.adversary.conftest import differences
 from tests.client import as_json, as_msgpack, post, read, wave
@@ -169,6 +170,8 @@ def test_a_full_queue_says_so_at_once(server: Server, pid: int, neighbours: list
                 assert time.monotonic() < deadline, "nobody was refused"
                 time.sleep(0.05)
             refused = [future.result() for future in futures if future.done()]
+            ready, why = readiness(server.management_url, server.management_key)
+            assert not ready and why.startswith("the queue is full: "), why
         finally:
             os.kill(pid, signal.SIGCONT)
         replies = [future.result() for future in futures]

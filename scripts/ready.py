@@ -1,0 +1,110 @@
+"""Says whether an observation sent now would be served: exit status 0 when it would, else 1 and the reason.
+
+For probes and load balancers; TorchServe's /ping says Healthy before any worker is. `./scripts/serve --ready-port N`
+answers the same over HTTP: GET /ready gives 200 or 503.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import requests
+
+from scripts.package import MODEL_NAME, ROOT
+from scripts.serve import Server, local_session
+
+Verdict = tuple[bool, str]  # whether, and why
+
+
+def readiness(management_url: str, key: str | None) -> Verdict:
+    """Asks TorchServe's management API: ready when a worker is READY and the queue has room.
+
+    A worker that hangs counts as READY until responseTimeout has passed.
+    """
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with local_session() as session:
+            reply = session.get(f"{management_url}/models/{MODEL_NAME}", headers=headers, timeout=3)
+            model = reply.json()[0] if reply.status_code == 200 else None
+    except (requests.RequestException, ValueError):
+        return False, "TorchServe does not answer"
+    if model is None:
+        return False, f"TorchServe answers {reply.status_code}"
+    workers = sum(worker["status"] == "READY" for worker in model["workers"])
+    queue = model["jobQueueStatus"]
+    if not workers:
+        return False, "no worker is READY"
+    if queue["remainingCapacity"] <= 0:
+        return False, f"the queue is full: {queue['pendingRequests']} wait"
+    return True, f"workers READY: {workers}, waiting: {queue['pendingRequests']}"
+
+
+class ReadyServer(ThreadingHTTPServer):
+    """GET /ready on loopback, in a thread of its own, until `shutdown`. The verdict is at most half a second old."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, verdict: Callable[[], Verdict]) -> None:
+        super().__init__(("127.0.0.1", port), _Ready)
+        self._verdict, self._lock = verdict, threading.Lock()
+        self._last: tuple[float, Verdict] = (float("-inf"), (False, ""))
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def verdict(self) -> Verdict:
+        """Asked once for all who ask at the same time."""
+        with self._lock:
+            if time.monotonic() - self._last[0] > 0.5:
+                verdict = self._verdict()
+                self._last = (time.monotonic(), verdict)
+            return self._last[1]
+
+
+class _Ready(BaseHTTPRequestHandler):
+    timeout = 5  # s for a client to say what it wants
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, ReadyServer)
+        found = self.path.partition("?")[0] == "/ready"
+        ready, why = self.server.verdict() if found else (False, "there is only /ready")
+        body = json.dumps({"ready": ready, "detail": why}).encode()
+        self.send_response(404 if not found else 200 if ready else 503)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A probe every second is no news."""
+
+
+def serve_ready(server: Server, port: int) -> ReadyServer:
+    """Answers GET /ready for a server of ours."""
+    return ReadyServer(port, lambda: readiness(server.management_url, server.management_key))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8081", help="management API (default: %(default)s)")
+    parser.add_argument("--key-file", type=Path, default=ROOT / ".run" / "key_file.json",
+                        help="TorchServe's (default: .run/key_file.json)")  # fmt: skip
+    args = parser.parse_args()
+    key = None
+    if args.key_file.is_file():  # without authorization there is none
+        key = json.loads(args.key_file.read_text())["management"]["key"]
+    ready, why = readiness(args.url.rstrip("/"), key)
+    print(f"{'ready' if ready else 'not ready'}: {why}")
+    return 0 if ready else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
