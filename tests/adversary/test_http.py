@@ -14,13 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import numpy as np
+import pytest
 
 from handler.policy import Actions, Gr00tPolicy
 from scripts.ready import readiness
 from scripts.serve import Server
 from tests.adversary.conftest import differences
-from tests.client import as_json, as_msgpack, post, read, wave
+from tests.client import arrived, as_json, as_msgpack, post, read, send, wave
 
 Step = bytes | float  # what is sent, or seconds of waiting
 Talk = Callable[["Speaker"], Iterator[Step]]
@@ -181,4 +183,53 @@ def test_a_full_queue_says_so_at_once(server: Server, pid: int, neighbours: list
     for reply in served:
         for key, value in clean[0].items():
             np.testing.assert_allclose(read(reply)[0][key], value, rtol=0, atol=1e-5)
+    assert server.worker_pids() == [pid]
+
+
+def predictions_request(body: bytes) -> bytes:
+    """TorchServe's PredictionsRequest {1: model_name, 3: input {1: key, 2: value}}, written by hand."""
+
+    def piece(number: int, value: bytes) -> bytes:
+        size, length = len(value), b""
+        while size > 127:
+            length, size = length + bytes([size & 127 | 128]), size >> 7
+        return bytes([number << 3 | 2]) + length + bytes([size]) + value
+
+    return piece(1, b"gr00t") + piece(3, piece(1, b"body") + piece(2, body))
+
+
+def test_cancelled_grpc_calls(server: Server, pid: int, neighbours: list[dict[str, Any]], clean: list[Actions]) -> None:
+    """Cancelled while it waits, or while its wave runs: the neighbours get their bits, the worker lives on."""
+    ends = [as_msgpack(fields) for fields in neighbours]
+    request = predictions_request(ends[0][1])
+    key = (("authorization", f"Bearer {server.inference_key}"),)
+    with grpc.insecure_channel(f"127.0.0.1:{server.ports[3]}") as channel:
+        call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions")
+        for running in (False, True):
+            with ThreadPoolExecutor(3) as pool:
+                os.kill(pid, signal.SIGSTOP)
+                try:
+                    taken = send(server, ends[0], pool)
+                    time.sleep(0.2)
+                    first = send(server, ends[0], pool)
+                    before = arrived(server)
+                    cancelled = call.future(request, metadata=key)
+                    deadline = time.monotonic() + 30
+                    while arrived(server) == before:
+                        assert time.monotonic() < deadline, "the call did not reach the queue"
+                        time.sleep(0.01)
+                    if not running:
+                        cancelled.cancel()
+                    last = send(server, ends[1], pool)
+                finally:
+                    os.kill(pid, signal.SIGCONT)
+                cancelled.cancel()
+                assert taken.result().status_code == 200
+                for future, want in zip((first, last), clean, strict=True):
+                    actions, info = read(future.result())
+                    assert info["wave_requests"] in (2, 3) and info["group_rows"] == 2
+                    assert not differences(actions, want)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(request, metadata=(("authorization", "Bearer x"),), timeout=20)
+        assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
     assert server.worker_pids() == [pid]
