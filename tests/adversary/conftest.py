@@ -1,4 +1,4 @@
-"""One server for all adversaries, and what the good neighbours must get."""
+"""The server of a module, and what the good neighbours must get."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.serve import Server
 from tests.conftest import observation
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The embedded checkpoint with the batched overlay, and more patience: 1 ms is short on a busy machine."""
     folder = tmp_path_factory.mktemp("adversary")
@@ -27,25 +27,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def pid(server: Server) -> int:
     """The worker that must live through all of them."""
     (pid,) = server.worker_pids()
     return pid
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def small(policy: Gr00tPolicy) -> dict[str, Any]:
     """What kinds are made from; copy it."""
     return observation(policy, seed=7, size=(64, 64))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def neighbours(policy: Gr00tPolicy) -> list[dict[str, Any]]:
     return [observation(policy, seed=seed, size=(64, 64), prompt=text) for seed, text in ((1, "stop"), (2, "go on"))]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def clean(policy: Gr00tPolicy, neighbours: list[dict[str, Any]]) -> list[Actions]:
     """The two neighbours' actions in a wave of their own."""
     return joined(policy, neighbours)
