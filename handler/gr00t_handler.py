@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -80,7 +81,6 @@ class Gr00tHandler(BaseHandler):
         gpu = properties.get("gpu_id")
         self.device = torch.device(f"cuda:{gpu}" if gpu is not None and torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
             torch.set_num_threads(1)  # the GPU computes
         limits = {name: settings[name] for name in vars(Limits()) if name in settings}
         self.policy = Gr00tPolicy(
@@ -95,7 +95,9 @@ class Gr00tHandler(BaseHandler):
         )
         self.pool = None
         if self.device.type == "cuda":  # the GPU computes, so the cores are free to decode images
-            self.pool = ThreadPoolExecutor(self.policy.threads, thread_name_prefix="decode")
+            # A thread begins on the first GPU, which may be another worker's.
+            own = functools.partial(torch.cuda.set_device, self.device)
+            self.pool = ThreadPoolExecutor(self.policy.threads, thread_name_prefix="decode", initializer=own)
         loaded = time.perf_counter()
         self.policy.warm_up()
         Service.retrieve_data_for_inference = staticmethod(unpack)

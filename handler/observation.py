@@ -139,8 +139,8 @@ def check(
     )
 
 
-def has_files(fields: Mapping[str, Any]) -> bool:
-    """Whether a request's images come as files, which take far longer to decode than arrays."""
+def takes_decoding(fields: Mapping[str, Any]) -> bool:
+    """Whether a request's images come as files or lists, which take far longer to make frames of than arrays."""
     for name, value in fields.items():
         if name.partition(".")[0] in ("video", "images"):
             inner = value.values() if isinstance(value, Mapping) else (value,)

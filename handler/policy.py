@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import secrets
 import time
@@ -128,6 +129,8 @@ class Gr00tPolicy:
         if not checkpoint.is_dir():
             raise CheckpointError(f"the checkpoint folder {checkpoint} does not exist")
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # where Triton launches
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.limits = limits or Limits()
         weights = weight_files(checkpoint)
@@ -304,8 +307,12 @@ class Gr00tPolicy:
         requests with very large frames get none.
         """
         rows, values = len(frames[0]), [frame[0].size for frame in frames]
-        cuda = self.device.type == "cuda"
-        packed = torch.empty(rows, sum(values), dtype=torch.uint8, pin_memory=cuda and rows * sum(values) <= MAX_PINNED)
+        upload = not self.resizer.on_host
+        shape = (rows, sum(values))
+        try:
+            packed = torch.empty(shape, dtype=torch.uint8, pin_memory=upload and math.prod(shape) <= MAX_PINNED)
+        except RuntimeError:  # the host has no more of it; a lost GPU will tell below
+            packed = torch.empty(shape, dtype=torch.uint8)
         at = np.cumsum([0, *values])
         places = [packed.numpy()[:, start:end] for start, end in pairwise(at)]
 
@@ -316,7 +323,7 @@ class Gr00tPolicy:
         shares = 1 if self.pool is None else min(self.threads, packed.numel() // COPY_SHARE + 1)
         bounds = np.linspace(0, rows, min(rows, shares) + 1).astype(int).tolist()
         self._each(copy, list(pairwise(bounds)))
-        if not cuda:
+        if not upload:
             return packed
         try:
             return packed.to(self.device, non_blocking=True)
@@ -493,8 +500,7 @@ class Gr00tPolicy:
         The engine also captures the ladder of each embodiment's example frames; cameras of another shape are captured
         when they first come.
         """
-        if self.device.type == "cuda":
-            self.resizer.warm_up()
+        self.resizer.warm_up()
         for tag in self.embodiments:
             example = self.example(tag)
             try:

@@ -146,7 +146,8 @@ def resize_step(source: Size, window: tuple[int, int, int, int], target: Size, m
     if method != "area":
         kind, y, x = INT16, int16_axis(h, th, method == "bicubic"), int16_axis(w, tw, method == "bicubic")
     elif h >= th and w >= tw and (h, w) != (th, tw):
-        if h % th == 0 and w % tw == 0:
+        # As OpenCV finds out, which misses a few whole factors, such as 49.
+        if all(abs(1.0 / (new / old) - round(old / new)) < np.finfo(float).eps for old, new in ((h, th), (w, tw))):
             kind, y, x = MEAN, mean_axis(h, th), mean_axis(w, tw)
         else:
             kind, y, x = AREA, area_axis(h, th), area_axis(w, tw)
@@ -217,7 +218,7 @@ def resize_twin(images: Tensor, step: Step) -> Tensor:
 
 if triton is not None:
     # Nothing is specialised for a value, so a new camera compiles nothing.
-    FREE = ["H", "W", "OH", "OW", "TY", "TX", "shift_y", "shift_x", "scale"]
+    FREE = ["S_AT", "T_AT", "H", "W", "OH", "OW", "TY", "TX", "shift_y", "shift_x", "scale"]
 
     @triton.jit(do_not_specialize=FREE)
     def _resize(S_AT, T_AT, YI, YW, XI, XW, H, W, OH, OW, TY, TX, shift_y, shift_x, scale,
@@ -277,21 +278,25 @@ class Resizer:
 
     def __init__(self, recipe: ImageRecipe, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
-        self._plan = lru_cache(maxsize=256)(self._tables)  # by camera size, which clients choose
+        self.on_host = device.type != "cuda" or triton is None
+        self._plan = lru_cache(maxsize=64)(self._tables)  # by camera size, which clients choose
 
     def __call__(self, rows: Sequence[Tensor], sizes: Sequence[tuple[Size, ...]], out: Tensor) -> None:
         """Fills the first rows of `out`, uint8 (R, values) on the device: a row's images (h, w, 3) one after the other.
 
-        rows: uint8, a row's frames (H, W, 3) of these sizes one after the other; best on the device already.
+        rows: uint8, a row's frames (H, W, 3) of these sizes one after the other; best on the device already, except
+            `on_host`.
         """
-        if not out.is_cuda:
-            for row, row_sizes, place in zip(rows, sizes, out.numpy(), strict=False):
+        if self.on_host:
+            images = torch.empty(len(rows), out.shape[1], dtype=torch.uint8)
+            for row, row_sizes, place in zip(rows, sizes, images.numpy(), strict=True):
                 at = put = 0
                 for height, width in row_sizes:
                     frame = row[at : at + height * width * 3].view(height, width, 3).numpy()
                     image = model_frame(frame, self.recipe)
                     place[put : put + image.size] = image.reshape(-1)
                     at, put = at + frame.size, put + image.size
+            out[: len(rows)].copy_(images)
             return
         rows = [row.to(self.device, non_blocking=True) for row in rows]
         groups: dict[Size, list[tuple[int, int]]] = {}  # by size: addresses of the frames and of their images
@@ -305,6 +310,8 @@ class Resizer:
 
     def warm_up(self) -> None:
         """Compiles the kernel in each of its kinds."""
+        if self.on_host:
+            return
         for size, window, target, method in (
             ((4, 4), (0, 0, 4, 4), (5, 5), "area"), ((5, 5), (0, 0, 5, 5), (4, 4), "area"),
             ((4, 4), (0, 0, 4, 4), (2, 2), "area"), ((4, 4), (0, 0, 4, 4), (5, 5), "bicubic"),

@@ -84,8 +84,11 @@ class ImageRecipe:
         """(height, width) after the letterbox, the first resize, the crop, the second resize and Qwen's resize.
 
         Raises:
-            ValueError: Qwen's processor refuses the aspect ratio.
+            ValueError: one side is more than 200 times the other, before or after: Qwen's own bound, and what makes
+                the work for a small file large.
         """
+        if max(height, width) > 200 * min(height, width):
+            raise ValueError("one side is more than 200 times the other")
         boxed = (max(height, width),) * 2 if self.letter_box else (height, width)
         if self.letter_box and boxed[0] ** 2 > max(MAX_PIXELS, 4 * height * width):
             raise ValueError(f"letterboxed, each side has {boxed[0]} pixels, too many")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from handler.observation import Observation, has_files
+from handler.observation import Observation, takes_decoding
 from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
 from handler.wire import ReplyForm, Request, decode, header_deadline, reply_form
@@ -37,7 +37,7 @@ class Slot:
         form: how the client wants its reply.
         observation, rows: what it asked, when it is good.
         deadline: Unix time in seconds after which nothing is computed for it, or None.
-        problem: why it failed, when it did.
+        problem: why it failed, when it did; unexpected: by a defect of ours, or of the accelerator.
         results: per row its actions, once they are there.
         group_rows: rows of the forward that answered its first row.
         preprocess_ms, inference_ms: its own decoding and checking; its forwards.
@@ -48,6 +48,7 @@ class Slot:
     rows: list[Row] = field(default_factory=list)
     deadline: float | None = None
     problem: Problem | None = None
+    unexpected: bool = False
     results: dict[int, Actions] = field(default_factory=dict)
     group_rows: int = 0
     preprocess_ms: float = 0.0
@@ -76,9 +77,10 @@ def fill(requests: Sequence[Request], policy: Gr00tPolicy, pool: ThreadPoolExecu
             if request.headers.get("explain") == "True":  # set by TorchServe for /explanations
                 raise Problem(404, "there are no explanations for this model")
             slot.deadline = header_deadline(request)
+            _in_time(slot)
             fields, slot.form = decode(request)
         if slot.problem is None:
-            if pool is not None and len(requests) > 1 and has_files(fields):
+            if pool is not None and len(requests) > 1 and takes_decoding(fields):
                 others.append(pool.submit(_prepare, slot, fields, policy))
             else:
                 _prepare(slot, fields, policy)
@@ -90,7 +92,8 @@ def fill(requests: Sequence[Request], policy: Gr00tPolicy, pool: ThreadPoolExecu
 def _prepare(slot: Slot, fields: dict[str, Any], policy: Gr00tPolicy) -> None:
     with _blame(slot):
         slot.observation = policy.check(fields)
-        slot.deadline = min(filter(None, (slot.deadline, slot.observation.deadline)), default=None)
+        deadlines = [d for d in (slot.deadline, slot.observation.deadline) if d is not None]
+        slot.deadline = min(deadlines, default=None)
         _in_time(slot)
         slot.rows = policy.prepare(slot.observation)
         slot.observation.video.clear()  # the rows have copies; the originals would only take memory
@@ -115,6 +118,7 @@ def _blame(slot: Slot) -> Iterator[None]:
     except Exception:
         logger.exception("a request could not be prepared")
         slot.problem = Problem(500, "this request could not be prepared; the server's log says more")
+        slot.unexpected = True
     slot.preprocess_ms += (time.perf_counter() - start) * 1e3
 
 
@@ -127,24 +131,35 @@ def run(slots: Sequence[Slot], policy: Gr00tPolicy) -> None:
     groups: dict[Any, list[tuple[Slot, int]]] = {}
     for slot in slots:
         if slot.problem is None:
-            with _blame(slot):
-                _in_time(slot)  # decoding the others took time, too
-        if slot.problem is None:
             for b, row in enumerate(slot.rows):
                 groups.setdefault(policy.shape(row), []).append((slot, b))
     try:
+        if any(slot.unexpected for slot in slots) and policy.lost():  # preparing uses the accelerator, too
+            raise ContextLost
         for places in groups.values():
             for first in range(0, len(places), policy.rows_per_forward):
-                _answer(places[first : first + policy.rows_per_forward], policy)
+                # What was decoded and computed before took time.
+                chunk = [place for place in places[first : first + policy.rows_per_forward] if _waits(place[0])]
+                if chunk:
+                    _answer(chunk, policy)
     except ContextLost:
         for slot in slots:
-            if slot.problem is None and len(slot.results) < len(slot.rows):
+            unanswered = slot.problem is None and len(slot.results) < len(slot.rows)
+            if unanswered or slot.unexpected:
                 slot.problem = Problem(
                     503,
                     "the accelerator failed and the worker starts again; send the request once more",
                     retry_after=math.ceil(policy.load_seconds) + 10,  # starting Python and warming up take some, too
                 )
         raise
+
+
+def _waits(slot: Slot) -> bool:
+    """Whether a slot still wants its forward."""
+    if slot.problem is None:
+        with _blame(slot):
+            _in_time(slot)
+    return slot.problem is None
 
 
 def _answer(places: Sequence[tuple[Slot, int]], policy: Gr00tPolicy) -> None:

@@ -136,15 +136,15 @@ def header_deadline(request: Request) -> float | None:
     if not re.fullmatch("[0-9]{1,7}", timeout, re.ASCII):
         raise Problem(400, f"The header X-Request-Timeout-Ms must be whole milliseconds, up to 9999999; came "
                       f"{quote(timeout)}.")  # fmt: skip
-    # Seconds as nginx writes them ("t=${msec}"), milliseconds or microseconds.
-    stamp = re.fullmatch(r"(?:t=)?([0-9]{10})(?:\.?([0-9]{3}|[0-9]{6}))?", start or "", re.ASCII)
+    # Seconds as nginx ("t=${msec}") or Python's time.time() writes them, milliseconds or microseconds.
+    stamp = re.fullmatch(r"(?:t=)?([0-9]{10})(?:\.([0-9]{1,9})|([0-9]{3}|[0-9]{6}))?", start or "", re.ASCII)
     if stamp is None:
         raise Problem(
             400, "X-Request-Timeout-Ms counts from the header X-Request-Start, which must be a Unix time such as "
             f"t=1700000000.250; came {quote(start) if start else 'none'}. Let the client or a proxy set it, or send "
             "options.deadline_ms.",
         )  # fmt: skip
-    return float(f"{stamp[1]}.{stamp[2] or 0}") + int(timeout) / 1000
+    return float(f"{stamp[1]}.{stamp[2] or stamp[3] or 0}") + int(timeout) / 1000
 
 
 def encode_reply(form: ReplyForm, actions: dict[str, np.ndarray], info: dict[str, Any]) -> tuple[str, bytes]:

@@ -32,18 +32,20 @@ def readiness(management_url: str, key: str | None) -> Verdict:
     try:
         with local_session() as session:
             reply = session.get(f"{management_url}/models/{MODEL_NAME}", headers=headers, timeout=3)
-            model = reply.json()[0] if reply.status_code == 200 else None
-    except (requests.RequestException, ValueError):
+        if reply.status_code != 200:
+            return False, f"TorchServe answers {reply.status_code}"
+        model = reply.json()[0]
+        workers = sum(worker["status"] == "READY" for worker in model["workers"])
+        room, waiting = model["jobQueueStatus"]["remainingCapacity"], model["jobQueueStatus"]["pendingRequests"]
+    except requests.ConnectionError:
         return False, "TorchServe does not answer"
-    if model is None:
-        return False, f"TorchServe answers {reply.status_code}"
-    workers = sum(worker["status"] == "READY" for worker in model["workers"])
-    queue = model["jobQueueStatus"]
+    except (requests.RequestException, ValueError, LookupError, TypeError) as error:
+        return False, f"TorchServe's answer cannot be used: {type(error).__name__}"
     if not workers:
         return False, "no worker is READY"
-    if queue["remainingCapacity"] <= 0:
-        return False, f"the queue is full: {queue['pendingRequests']} wait"
-    return True, f"workers READY: {workers}, waiting: {queue['pendingRequests']}"
+    if room <= 0:
+        return False, f"the queue is full: {waiting} wait"
+    return True, f"workers READY: {workers}, waiting: {waiting}"
 
 
 class ReadyServer(ThreadingHTTPServer):

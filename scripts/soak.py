@@ -70,7 +70,10 @@ def templates(policy: Gr00tPolicy) -> list[tuple[Body, Actions]]:
 
 def same(reply: requests.Response, want: Actions) -> bool:
     """Whether a reply's arrays have the very bits of `want`, with or without its leading axis of one row."""
-    actions, _ = read(reply)
+    try:
+        actions, _ = read(reply)
+    except Exception:  # whatever a broken reply makes of the decoders, it is wrong
+        return False
     return actions.keys() == want.keys() and all(
         actions[key].astype(np.float32).tobytes() == value.tobytes() for key, value in want.items()
     )
@@ -111,11 +114,14 @@ def robot(server: Server, good: list[tuple[Body, Actions]], small: dict[str, Any
                             tally.latencies.append(now - sent)
                             tally.late += now - sent > args.late
                         break
-                    if reply.status_code in (500, 503, 507) and not calm:
+                    if reply.status_code in (500, 507) and "Worker died." in reply.text and not calm:
                         tally.died[f"{reply.status_code} {reply.text[:80]}"] += 1
                         continue
                     tally.wrong.append(f"{kind.name if kind else 'good'}: {reply.status_code} {reply.text[:300]}")
                     break
+            else:
+                with tally.lock:
+                    tally.lost.append("a worker died at every attempt")
 
 
 def resident(server: Server) -> dict[str, float]:

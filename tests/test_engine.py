@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, Buffers, HostRow, frame_values, rung_of, splits_of
-from handler.policy import Gr00tPolicy
+from handler.policy import COPY_SHARE, Gr00tPolicy
+from scripts.bench_engine import batch_of
 from tests.conftest import DROID, LIBERO, observation, predict, rows_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
@@ -57,7 +58,7 @@ def test_what_an_earlier_wave_left_in_the_padding_changes_no_bit(fused: Gr00tPol
         frames, buffers = used
         fused.resizer([host.frames for host in hosts], [host.sizes for host in hosts], frames)
         buffers.load(hosts, engine.images(grids), engine.generator)
-        return engine.fused.act(buffers.inputs, engine.fused.look(frames, grids, tables), plan)
+        return engine.fused.act(buffers.inputs, engine.fused.encode_images(frames, grids, tables), plan)
 
     values = sum(frame_values(grids, engine.fused.config.vision))
     used, fresh = ((torch.zeros(4, values, dtype=torch.uint8), Buffers(engine.fused, 4, tokens)) for _ in range(2))
@@ -70,6 +71,9 @@ def test_threads_prepare_and_copy_the_same_bits(checkpoint: Path) -> None:
     """As on a GPU: requests in threads, and each request's frames in others."""
     policy = Gr00tPolicy(checkpoint, engine=True)
     fields = [observation(policy, DROID, seed=seed, prompt=f"push the bowl {seed % 5}") for seed in range(12)]
+    joined = batch_of([observation(policy, DROID, seed=20 + seed) for seed in range(7)])  # megabytes, so several shares
+    assert sum(video.nbytes for video in joined["video"].values()) > 4 * COPY_SHARE
+    fields.append(joined)
     serial = rows_of(policy, *fields)
     want = predict(policy, serial)
     policy.pool, policy.threads = ThreadPoolExecutor(4), 4

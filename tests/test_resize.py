@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from handler.resize import AREA, FIXED, INT16, MEAN, Resizer, resize_twin, steps_of
+from handler.resize import AREA, FIXED, INT16, MEAN, Resizer, resize_step, resize_twin, steps_of
 from handler.transforms import ImageRecipe, Size, model_frame
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on a GPU; its twin ran")
@@ -59,6 +60,25 @@ def test_any_size(name: str, height: int, width: int) -> None:
         return
     frame = picture((height, width), height)
     np.testing.assert_array_equal(by_tables(frame, recipe), model_frame(frame, recipe))
+
+
+@pytest.mark.parametrize("source", [(490, 60), (980, 90), (98, 60), (480, 60), (20, 15), (30, 60)])
+def test_whole_factors(source: Size) -> None:
+    """OpenCV takes some of them for others: 1 / (1 / 49) is not 49 in floating point."""
+    frame, target = picture(source), (10, 30)
+    step = resize_step(source, (0, 0, *source), target, "area")
+    want = cv2.resize(frame, target[::-1], interpolation=cv2.INTER_AREA)
+    np.testing.assert_array_equal(resize_twin(torch.from_numpy(frame)[None], step)[0].numpy(), want)
+
+
+def test_extreme_shapes_are_refused_before_any_work() -> None:
+    """A tiny file can hold a frame of 1 x 33,554,432."""
+    for recipe in RECIPES.values():
+        for size in ((1, 33_554_432), (100_000, 300)):
+            with pytest.raises(ValueError, match="200 times"):
+                steps_of(recipe, *size)
+            with pytest.raises(ValueError, match="200 times"):
+                recipe.sizes(*size)
 
 
 def test_every_way_of_rounding_is_met() -> None:

@@ -212,9 +212,11 @@ def test_qwen_size(size: tuple[int, int], want: tuple[int, int]) -> None:
 def test_one_side_more_than_200_times_the_other(size: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="200"):
         qwen_size(*size)
-    with pytest.raises(ValueError, match="200"):
-        image_grid((size[0] * 2, size[1] * 2), albumentations(), VISION)
-    assert image_grid(size, torchvision((256, 256), (230, 230)), VISION) == (16, 16)  # that recipe makes it square
+    for recipe in (albumentations(), torchvision((256, 256), (230, 230))):  # also one that makes it square
+        for refused in (size, size[::-1], (size[0] * 2, size[1] * 2)):
+            with pytest.raises(ValueError, match="200"):
+                image_grid(refused, recipe, VISION)
+    assert image_grid((200, 1), torchvision((256, 256), (230, 230)), VISION) == (16, 16)
 
 
 # ------------------------------------------------------------------------------------------------------------ settings

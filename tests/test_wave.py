@@ -227,6 +227,9 @@ def test_the_reply_keeps_b_exactly_if_the_request_had_it(policy: Gr00tPolicy) ->
         ({"deadline_ms": -1}, {}, True),
         ({}, {"X-Request-Timeout-Ms": "5000", "X-Request-Start": "t={:.3f}"}, False),
         ({}, {"x-request-timeout-ms": "0", "X-REQUEST-START": "{:.6f}"}, True),
+        ({}, {"X-Request-Timeout-Ms": "5000", "X-Request-Start": "{:.7f}"}, False),
+        ({}, {"X-Request-Timeout-Ms": "5000", "X-Request-Start": "{:.0f}"}, False),
+        ({}, {"X-Request-Timeout-Ms": "0", "X-Request-Start": "0000000000"}, True),
         ({"deadline_ms": 5000}, {"X-Request-Timeout-Ms": "0", "X-Request-Start": "t={:.3f}"}, True),
         ({"deadline_ms": -1}, {"X-Request-Timeout-Ms": "5000", "X-Request-Start": "t={:.3f}"}, True),
     ],
@@ -310,3 +313,55 @@ def read_request(body: Body) -> Request:
             kind = part.get_content_type() if part["content-type"] else ""
             parts.append(Part(str(part.get_param("name", header="content-disposition")), kind, value))
     return Request(dict(headers), parts)
+
+
+def test_a_request_that_is_late_already_is_not_even_decoded(policy: Gr00tPolicy) -> None:
+    headers = {"X-Request-Timeout-Ms": "1", "X-Request-Start": "t=1600000000", "Content-Type": "application/json"}
+    broken = Request(headers, [Part("body", "application/json", b"{")])
+    (slot,) = fill([broken], policy)
+    assert slot.problem is not None and slot.problem.status == 504
+
+
+def test_a_deadline_that_passes_during_an_earlier_forward(policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another grid, so a second forward of the same wave."""
+    fields = observation(policy, seed=7, size=(180, 320))
+    fields["options"]["deadline_ms"] = time.time() * 1000 + 60_000
+    slots = fill([request(observation(policy, seed=8)), request(fields)], policy)
+    later = time.time() + 61
+
+    def pass_time(seeds: list[int]) -> None:
+        monkeypatch.setattr(time, "time", lambda: later)
+
+    forwards = patched(policy, monkeypatch, fail=pass_time)
+    run(slots, policy)
+    assert forwards.calls == [[8]]
+    assert slots[0].problem is None and slots[0].results
+    assert slots[1].problem is not None and slots[1].problem.status == 504
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_accelerator_that_is_lost_while_preparing(
+    policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    real = policy.prepare
+
+    def prepare(observed: Observation) -> list[Row]:
+        if observed.seed == 8:
+            raise RuntimeError("CUDA error: unspecified launch failure (simulated)")
+        return real(observed)
+
+    monkeypatch.setattr(policy, "prepare", prepare)
+    monkeypatch.setattr(policy, "lost", lambda: lost)
+    forwards = patched(policy, monkeypatch)
+    refused = observation(policy, seed=9)
+    del refused["state"]["x"]
+    slots = fill([request(observation(policy, seed=7)), request(observation(policy, seed=8)), request(refused)], policy)
+    if lost:
+        with pytest.raises(ContextLost):
+            run(slots, policy)
+        assert forwards.calls == []
+        assert [slot.problem and slot.problem.status for slot in slots] == [503, 503, 422]
+    else:
+        run(slots, policy)
+        assert forwards.calls == [[7]]
+        assert [slot.problem and slot.problem.status for slot in slots] == [None, 500, 422]

@@ -225,7 +225,7 @@ class Fused:
     # ------------------------------------------------------------------------------------------------------ forward
 
     @torch.inference_mode()
-    def look(self, frames: Tensor, grids: Grids, tables: Tables) -> list[Tensor]:
+    def encode_images(self, frames: Tensor, grids: Grids, tables: Tables) -> list[Tensor]:
         """The images of R rows: uint8 (R, values), a row's images (h, w, 3) one after the other
         -> [tokens, *DeepStack taps], each (R, image tokens of a row, width)."""
         rows, vision = frames.shape[0], self.config.vision
@@ -244,9 +244,9 @@ class Fused:
         return [torch.cat([done[j][k] for j in range(len(pieces))], dim=1) for k in range(len(done[0]))]
 
     @torch.inference_mode()
-    def act(self, x: Inputs, seen: list[Tensor], plan: Plan) -> Tensor:
-        """R action chunks, normalised: (R, H, A) in the model's dtype; `seen` is what `look` returned."""
-        return self._denoise(x, self._context(x, seen, plan), plan)
+    def act(self, x: Inputs, vision_tokens: list[Tensor], plan: Plan) -> Tensor:
+        """R action chunks, normalised: (R, H, A) in the model's dtype. vision_tokens: what `encode_images` returned."""
+        return self._denoise(x, self._context(x, vision_tokens, plan), plan)
 
     def _see(self, pixels: Tensor, position: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """The vision tower over images of one grid: pixels (N, values) -> [tokens, *taps], (N / 4, width) each."""
@@ -280,10 +280,10 @@ class Fused:
     def _merge(x: Tensor, merger: Any) -> Tensor:
         return merger.linear_fc2(F.gelu(merger.linear_fc1(x)))
 
-    def _context(self, x: Inputs, seen: list[Tensor], plan: Plan) -> Tensor:
+    def _context(self, x: Inputs, vision_tokens: list[Tensor], plan: Plan) -> Tensor:
         """Vision-language tokens as the action head sees them: (R * L, width)."""
         c = self.config
-        tokens, *taps = seen
+        tokens, *taps = vision_tokens
         rows, length = x.input_ids.shape
         embedded = F.embedding(x.input_ids, self.embed)
         embedded.index_copy_(1, plan.image_index, tokens)
@@ -341,7 +341,7 @@ class Fused:
         state = torch.baddbmm(w["state2_bias"], state, w["state2"])
         action3_bias = w["action3_bias"] + self.position
         own = torch.full_like(x.counts, 1 + c.action_horizon)  # keys of a trajectory, and of a row's image tokens
-        seen = torch.full_like(x.counts, len(plan.image_index))
+        image_counts = torch.full_like(x.counts, len(plan.image_index))
         speed = (x.velocity_scale / len(self.steps)).to(self.dtype)
         actions = x.noise
         for step in range(len(self.steps)):
@@ -356,7 +356,7 @@ class Fused:
                     q, k, v = projected.view(rows, -1, 3, heads, c.dit.attention_head_dim).unbind(2)
                 else:
                     q, (k, v) = projected.view(rows, -1, heads, c.dit.attention_head_dim), kv[i]
-                counts = own if i % 2 else x.text_counts if i in self.text_layers else seen
+                counts = own if i % 2 else x.text_counts if i in self.text_layers else image_counts
                 attended = attend(q, k, v, counts).flatten(0, 1)
                 r = linear_split(attended, to_out.weight, to_out.bias, splits_of(OUT_SPLITS, attended))
                 r = self._feed_forward(add_norm(h, r, "layer"), ff)
@@ -466,20 +466,20 @@ class Buffers:
 
 
 @dataclass
-class Look:
+class VisionGraph:
     """The captured vision tower for so many rows of some grids: what its graph reads, and where its answer appears."""
 
     frames: Tensor
     tables: Tables
     graph: torch.cuda.CUDAGraph
-    seen: list[Tensor]
+    vision_tokens: list[Tensor]
 
 
 @dataclass
 class Rung:
     """The captured rest of a forward: its inputs and constants, whose memory the graph reads, and its answer."""
 
-    look: Look
+    vision: VisionGraph
     buffers: Buffers
     plan: Plan
     graph: torch.cuda.CUDAGraph
@@ -488,7 +488,7 @@ class Rung:
 
     def replay(self) -> None:
         """The whole forward, on what the buffers hold."""
-        self.look.graph.replay()
+        self.vision.graph.replay()
         self.graph.replay()
 
 
@@ -511,8 +511,9 @@ class Engine:
         self.rungs: OrderedDict[Key, Rung] = OrderedDict()
         self.captures = 0  # of rungs
         self.generator = torch.Generator(fused.device)
-        self._looks: WeakValueDictionary[tuple[Grids, int], Look] = WeakValueDictionary()  # as long as a rung has it
-        self._seen: set[Key] = set()  # shapes that came once without a graph
+        # As long as a rung has it.
+        self._visions: WeakValueDictionary[tuple[Grids, int], VisionGraph] = WeakValueDictionary()
+        self._met: set[Key] = set()  # shapes that came once without a graph
         self._pool: Any = None
         self._stream = torch.cuda.Stream(fused.device) if fused.device.type == "cuda" else None
 
@@ -543,19 +544,19 @@ class Engine:
         tokens = self.tokens(grids, max(len(row.input_ids) for row in rows))
         wanted = fixed_rows or rung_of(len(rows), self.row_rungs) or len(rows)
         key = (grids, wanted, tokens)
-        if key not in self.rungs and key in self._seen and self._stream is not None:
+        if key not in self.rungs and key in self._met and self._stream is not None:
             # The second wave of a shape waits for its capture, once; the first ran at once.
-            self._seen.discard(key)
+            self._met.discard(key)
             if tokens - self.images(grids) in TEXT_RUNGS and wanted in self.row_rungs:
                 self._capture(key)
         if key not in self.rungs:
-            if len(self._seen) < 1024:
-                self._seen.add(key)
+            if len(self._met) < 1024:
+                self._met.add(key)
             return self._run(rows, grids, wanted, tokens)
         rung = self.rungs[key]
         self.rungs.move_to_end(key)
-        self.resize([row.frames for row in rows], [row.sizes for row in rows], rung.look.frames)
-        rung.look.graph.replay()
+        self.resize([row.frames for row in rows], [row.sizes for row in rows], rung.vision.frames)
+        rung.vision.graph.replay()
         with torch.cuda.stream(self._stream):  # while the vision tower runs
             rung.buffers.load(rows, self.images(grids), self.generator)
         torch.cuda.current_stream().wait_stream(self._stream)  # type: ignore[arg-type]
@@ -572,7 +573,8 @@ class Engine:
         self.resize([row.frames for row in rows], [row.sizes for row in rows], frames)
         buffers = Buffers(fused, wanted, tokens)
         buffers.load(rows, self.images(grids), self.generator)
-        chunks = fused.act(buffers.inputs, fused.look(frames, grids, fused.tables(grids)), fused.plan(grids, tokens))
+        vision_tokens = fused.encode_images(frames, grids, fused.tables(grids))
+        chunks = fused.act(buffers.inputs, vision_tokens, fused.plan(grids, tokens))
         return chunks.float().cpu().numpy()[: len(rows)]
 
     def _graph(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -595,17 +597,17 @@ class Engine:
             return
         grids, rows, tokens = key
         fused = self.fused
-        look = self._looks.get((grids, rows))
-        if look is None:
+        vision = self._visions.get((grids, rows))
+        if vision is None:
             values = sum(frame_values(grids, fused.config.vision))
             frames = torch.zeros(rows, values, dtype=torch.uint8, device=fused.device)
             tables = fused.tables(grids)
-            look = Look(frames, tables, *self._graph(lambda: fused.look(frames, grids, tables)))
-            self._looks[grids, rows] = look
-        plan, buffers, seen = fused.plan(grids, tokens), Buffers(fused, rows, tokens), look.seen
-        graph, chunks = self._graph(lambda: fused.act(buffers.inputs, seen, plan).float())
+            vision = VisionGraph(frames, tables, *self._graph(lambda: fused.encode_images(frames, grids, tables)))
+            self._visions[grids, rows] = vision
+        plan, buffers, vision_tokens = fused.plan(grids, tokens), Buffers(fused, rows, tokens), vision.vision_tokens
+        graph, chunks = self._graph(lambda: fused.act(buffers.inputs, vision_tokens, plan).float())
         answer = torch.empty(chunks.shape, dtype=torch.float32, pin_memory=True)
-        self.rungs[key] = Rung(look, buffers, plan, graph, chunks, answer)
+        self.rungs[key] = Rung(vision, buffers, plan, graph, chunks, answer)
         self.captures += 1
         while len(self.rungs) > self.max_graphs:
             self.rungs.popitem(last=False)
