@@ -35,6 +35,20 @@ def test_unpack_keeps_every_part_and_keeps_parts_apart_from_headers() -> None:
     assert len(processors) == 2 and processors[0] is not processors[1]
 
 
+def test_inputs_of_a_grpc_call_stand_for_headers() -> None:
+    """Only where no header says what the body is, and only short ones; a form's parts stay parts."""
+    inputs = [("content-type", "", b"application/json"), ("accept", "", b"a" * 1025), ("body", "", b"{}")]
+    _, (call, form, over_http), _ = unpack([
+        raw(inputs),
+        raw([("content-type", "", b"text/plain")], {b"Content-Type": b"multipart/form-data; boundary=x"}),
+        raw([("body", "", b"x")], {b"X-A": b"1"}),
+    ])
+    assert call.headers == {"content-type": "application/json"}
+    assert call.parts == [Part("accept", "", b"a" * 1025), Part("body", "", b"{}")]
+    assert form.parts == [Part("content-type", "", b"text/plain")] and list(form.headers) == ["Content-Type"]
+    assert (over_http.headers, over_http.parts) == ({"X-A": "1"}, [Part("body", "", b"x")])
+
+
 def context(checkpoint: Path, batch_size: int, handler: dict[str, Any]) -> Any:
     settings = {"checkpoint": str(checkpoint), "dtype": "auto", "engine": "auto", "reproducible": False} | handler
     config = {"batchSize": 8, "handler": settings}

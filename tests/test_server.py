@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
+import msgpack
 import numpy as np
 import pytest
 import requests
@@ -12,7 +15,19 @@ import requests
 from handler.policy import Gr00tPolicy
 from scripts.package import ROOT, build
 from scripts.serve import Server
-from tests.client import Body, as_json, as_msgpack, as_multipart, gr00t, post, read, wave
+from tests.client import (
+    GRPC_PREDICTIONS,
+    Body,
+    as_json,
+    as_msgpack,
+    as_multipart,
+    gr00t,
+    post,
+    prediction,
+    predictions_request,
+    read,
+    wave,
+)
 from tests.conftest import DROID, LIBERO, observation
 
 
@@ -254,3 +269,28 @@ def test_no_key_no_answer(server: Server, policy: Gr00tPolicy) -> None:
 def test_the_overlays_are_in_force(server: Server) -> None:
     model = server.describe()
     assert (model["batchSize"], model["maxBatchDelay"], model["minWorkers"]) == (8, 30, 1)
+
+
+def test_grpc_takes_the_same_bodies(server: Server, policy: Gr00tPolicy) -> None:
+    """Inputs named like headers stand for them; the answer is a body, or a problem that says its status."""
+    fields = observation(policy, seed=5)
+    want = policy.get_action(fields)
+    key = (("authorization", f"Bearer {server.inference_key}"),)
+    with grpc.insecure_channel(f"127.0.0.1:{server.ports[3]}") as channel:
+        call = channel.unary_unary(GRPC_PREDICTIONS)
+
+        def ask(**inputs: bytes) -> bytes:
+            return prediction(call(predictions_request(**inputs), metadata=key, timeout=60))
+
+        packed = msgpack.unpackb(ask(body=as_msgpack(fields)[1], content_type=b"application/msgpack"),
+                                 strict_map_key=False)  # fmt: skip
+        text = json.loads(ask(body=as_msgpack(fields)[1], content_type=b"application/msgpack",
+                              accept=b"application/json"))  # fmt: skip
+        for name, value in want.items():
+            array = packed["actions"][name]
+            assert array[b"data"] == value.tobytes() and array[b"shape"] == list(value.shape)
+            assert np.array_equal(np.array(text["actions"][name], np.float32), value)
+        del fields["state"]["yaw"]
+        refused = json.loads(ask(body=as_json(fields)[1], content_type=b"application/json"))
+        assert (refused["status"], refused["pointer"]) == (422, "/state/yaw")
+        assert json.loads(ask(body=b"{}"))["status"] == 415

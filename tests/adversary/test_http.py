@@ -22,7 +22,7 @@ from handler.policy import Actions, Gr00tPolicy
 from scripts.ready import readiness
 from scripts.serve import Server
 from tests.adversary.conftest import differences
-from tests.client import arrived, as_json, as_msgpack, post, read, send, wave
+from tests.client import GRPC_PREDICTIONS, arrived, as_json, as_msgpack, post, predictions_request, read, send, wave
 
 Step = bytes | float  # what is sent, or seconds of waiting
 Talk = Callable[["Speaker"], Iterator[Step]]
@@ -186,25 +186,13 @@ def test_a_full_queue_says_so_at_once(server: Server, pid: int, neighbours: list
     assert server.worker_pids() == [pid]
 
 
-def predictions_request(body: bytes) -> bytes:
-    """TorchServe's PredictionsRequest {1: model_name, 3: input {1: key, 2: value}}, written by hand."""
-
-    def piece(number: int, value: bytes) -> bytes:
-        size, length = len(value), b""
-        while size > 127:
-            length, size = length + bytes([size & 127 | 128]), size >> 7
-        return bytes([number << 3 | 2]) + length + bytes([size]) + value
-
-    return piece(1, b"gr00t") + piece(3, piece(1, b"body") + piece(2, body))
-
-
 def test_cancelled_grpc_calls(server: Server, pid: int, neighbours: list[dict[str, Any]], clean: list[Actions]) -> None:
     """Cancelled while it waits, or while its wave runs: the neighbours get their bits, the worker lives on."""
     ends = [as_msgpack(fields) for fields in neighbours]
-    request = predictions_request(ends[0][1])
+    request = predictions_request(body=ends[0][1])
     key = (("authorization", f"Bearer {server.inference_key}"),)
     with grpc.insecure_channel(f"127.0.0.1:{server.ports[3]}") as channel:
-        call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions")
+        call = channel.unary_unary(GRPC_PREDICTIONS)
         for running in (False, True):
             with ThreadPoolExecutor(3) as pool:
                 os.kill(pid, signal.SIGSTOP)
