@@ -156,7 +156,7 @@ def run(slots: Sequence[Slot], policy: Gr00tPolicy) -> None:
 
 def _waits(slot: Slot) -> bool:
     """Whether a slot still wants its forward."""
-    if slot.problem is None:
+    if slot.problem is None and slot.deadline is not None:
         with _blame(slot):
             _in_time(slot)
     return slot.problem is None

@@ -151,8 +151,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_report(report, args.json)
     return 0
 
 
@@ -167,7 +166,7 @@ def sweep(server: Server, args: argparse.Namespace, started_s: float) -> dict[st
     with local_session() as session:
         solo = [arrays(ask(session, server.predict_url, server.inference_key, body)) for body in bodies]
     report = {
-        "command": "./scripts/bench " + " ".join(relative(word) for word in sys.argv[1:]),
+        "command": command("bench"),
         "machine": machine(),
         "checkpoint": contract["checkpoint"],
         "dtype": contract["dtype"],
@@ -195,6 +194,17 @@ def sweep(server: Server, args: argparse.Namespace, started_s: float) -> dict[st
 
 def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(a[key] - b[key]).max()) for key in b)
+
+
+def write_report(report: dict[str, Any], file: Path) -> None:
+    """Figures as JSON, in a folder that may have to be made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def command(name: str) -> str:
+    """What was typed to make a report: the script of this name with this process's arguments."""
+    return f"./scripts/{name} " + " ".join(relative(word) for word in sys.argv[1:])
 
 
 def relative(word: str) -> str:

@@ -22,7 +22,7 @@ import torch
 
 from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
-from scripts.bench import machine, relative
+from scripts.bench import command, machine, write_report
 
 PRESETS = {
     "libero": ("libero_sim", (256, 256)),  # 2 images
@@ -258,7 +258,7 @@ def main() -> int:
         return 1
     torch.set_num_threads(1)
     report: dict[str, Any] = {
-        "command": "./scripts/bench_engine " + " ".join(relative(word) for word in sys.argv[1:]),
+        "command": command("bench_engine"),
         "machine": machine(),
     }
 
@@ -266,8 +266,7 @@ def main() -> int:
 
     def save() -> None:
         if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write_report(report, args.json)
         if args.plot:
             plot(report, args.plot)
 

@@ -170,6 +170,14 @@ class Server:
         """Process ids of the workers that are READY."""
         return [worker["pid"] for worker in self.describe()["workers"] if worker["status"] == "READY"]
 
+    def wait_for_other_workers(self, pids: list[int], seconds: float) -> None:
+        """Returns when a worker is READY and none of these is, else raises StartError after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not (fresh := self.worker_pids()) or set(fresh) & set(pids):
+            if time.monotonic() > deadline:
+                raise StartError(f"no other worker was READY within {seconds:.0f} s")
+            time.sleep(0.1)
+
     def _settings(self) -> str:
         """The repository's config.properties with this server's ports; the model store is on the command line."""
         rest, management, metrics, grpc, grpc_management = self.ports

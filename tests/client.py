@@ -18,6 +18,7 @@ import numpy as np
 import requests
 from PIL import Image
 
+from handler.policy import Actions
 from scripts.serve import Server, local_session
 
 Body = tuple[dict[str, str], bytes]  # headers, body
@@ -101,6 +102,16 @@ def read(reply: requests.Response) -> tuple[dict[str, np.ndarray], dict[str, Any
         else:
             arrays[key] = np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"])
     return arrays, document["info"]
+
+
+def differences(got: Actions, want: Actions) -> list[str]:
+    """The keys whose bits differ, or whose values are not finite."""
+    assert got.keys() == want.keys()
+    return [
+        key for key, value in want.items()
+        if got[key].dtype != np.float32 or not np.isfinite(value).all()
+        or got[key].tobytes() != value.astype(np.float32).tobytes()
+    ]  # fmt: skip
 
 
 GRPC_PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, Buffers, HostRow, frame_values, rung_of, splits_of
+from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, Buffers, HostRow, rung_of, splits_of
 from handler.policy import COPY_SHARE, Gr00tPolicy
 from scripts.bench_engine import batch_of
 from tests.conftest import DROID, LIBERO, observation, predict, rows_of
@@ -60,8 +60,7 @@ def test_what_an_earlier_wave_left_in_the_padding_changes_no_bit(fused: Gr00tPol
         buffers.load(hosts, engine.images(grids), engine.generator)
         return engine.fused.act(buffers.inputs, engine.fused.encode_images(frames, grids, tables), plan)
 
-    values = sum(frame_values(grids, engine.fused.config.vision))
-    used, fresh = ((torch.zeros(4, values, dtype=torch.uint8), Buffers(engine.fused, 4, tokens)) for _ in range(2))
+    used, fresh = ((engine.fused.frames(4, grids), Buffers(engine.fused, 4, tokens)) for _ in range(2))
     full = forward(used, hosts)
     assert not torch.equal(full[3], full[2])
     assert torch.equal(forward(used, hosts[1:])[:3], forward(fresh, hosts[1:])[:3])

@@ -197,6 +197,11 @@ class Fused:
         )  # fmt: skip
         self.position = head.position_embedding.weight[: c.action_horizon].contiguous()
 
+    def frames(self, rows: int, grids: Grids) -> Tensor:
+        """Room for what `encode_images` takes: uint8 (rows, values), black."""
+        values = sum(frame_values(grids, self.config.vision))
+        return torch.zeros(rows, values, dtype=torch.uint8, device=self.device)
+
     # ---------------------------------------------------------------------------------------------------- constants
 
     @torch.inference_mode()
@@ -568,8 +573,7 @@ class Engine:
     def _run(self, rows: Sequence[HostRow], grids: Grids, wanted: int, tokens: int) -> NDArray[np.float32]:
         """One forward without graphs."""
         fused = self.fused
-        values = sum(frame_values(grids, fused.config.vision))
-        frames = torch.zeros(wanted, values, dtype=torch.uint8, device=fused.device)
+        frames = fused.frames(wanted, grids)
         self.resize([row.frames for row in rows], [row.sizes for row in rows], frames)
         buffers = Buffers(fused, wanted, tokens)
         buffers.load(rows, self.images(grids), self.generator)
@@ -599,9 +603,7 @@ class Engine:
         fused = self.fused
         vision = self._visions.get((grids, rows))
         if vision is None:
-            values = sum(frame_values(grids, fused.config.vision))
-            frames = torch.zeros(rows, values, dtype=torch.uint8, device=fused.device)
-            tables = fused.tables(grids)
+            frames, tables = fused.frames(rows, grids), fused.tables(grids)
             vision = VisionGraph(frames, tables, *self._graph(lambda: fused.encode_images(frames, grids, tables)))
             self._visions[grids, rows] = vision
         plan, buffers, vision_tokens = fused.plan(grids, tokens), Buffers(fused, rows, tokens), vision.vision_tokens

@@ -20,9 +20,11 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import requests
 from PIL import Image
 
 from handler.wire import MAX_KEYS, MAX_LISTS, MAX_VALUES
+from scripts.package import ROOT
 from tests.client import Body, as_json, as_msgpack, as_multipart, gr00t, lists, openpi, png
 
 Fields = dict[str, Any]
@@ -33,6 +35,8 @@ MSGPACK = {"Content-Type": "application/msgpack"}
 FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 LANGUAGE = "annotation.human.action.task_description"
 HORIZON = 16
+# What no client may be told.
+SECRETS = ("Traceback", "File \"", ".py", str(ROOT), "/tmp", "gr00t-serve-", "site-packages", "ts.service")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,19 @@ class Before:
     name: str
     make: Make
     status: int | None
+
+
+def complaint(kind: Kind, reply: requests.Response) -> str:
+    """What is wrong with a kind's reply, or nothing."""
+    if reply.headers.get("Content-Type") != "application/problem+json":
+        return f"{kind.name}: {reply.status_code} {reply.headers.get('Content-Type')} {reply.text[:300]}"
+    document = reply.json()
+    came = (reply.status_code, document["status"], document.get("pointer"))
+    wrong = came != (kind.status, kind.status, kind.pointer) or kind.fragment not in document["detail"]
+    wrong |= not document["title"] or not reply.content.isascii() or not reply.reason.isascii()
+    wrong |= len(document["detail"]) > 1000 or any(secret in reply.text for secret in SECRETS)
+    expected = kind.status, kind.pointer, kind.fragment
+    return f"{kind.name}: expected {expected}, came {reply.text[:700]}" if wrong else ""
 
 
 # ------------------------------------------------------------------------------------------------------------- makers

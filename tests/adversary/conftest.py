@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from handler.policy import Actions, Gr00tPolicy
@@ -62,13 +61,3 @@ def joined(policy: Gr00tPolicy, observations: Sequence[dict[str, Any]]) -> list[
     run(slots, policy)
     assert all(slot.problem is None for slot in slots)
     return [slot.actions() for slot in slots]
-
-
-def differences(got: Actions, want: Actions) -> list[str]:
-    """The keys whose bits differ, or whose values are not finite."""
-    assert got.keys() == want.keys()
-    return [
-        key for key, value in want.items()
-        if got[key].dtype != np.float32 or not np.isfinite(value).all()
-        or got[key].tobytes() != value.astype(np.float32).tobytes()
-    ]  # fmt: skip

@@ -19,29 +19,14 @@ import pytest
 import requests
 
 from handler.policy import Actions, Gr00tPolicy
-from scripts.package import ROOT
 from scripts.serve import Server
-from tests.adversary.catalogue import BEFORE, GOOD, KINDS, PROMPTS_GOOD, Before, Good, Kind
-from tests.adversary.conftest import differences, joined
-from tests.client import Body, as_json, as_msgpack, post, read, send, wave
+from tests.adversary.catalogue import BEFORE, GOOD, KINDS, PROMPTS_GOOD, Before, Good, Kind, complaint
+from tests.adversary.conftest import joined
+from tests.client import Body, as_json, as_msgpack, differences, post, read, send, wave
 
 ABREAST = 6  # kinds in one wave; with the two neighbours it is the overlay's batch size
-SECRETS = ("Traceback", "File \"", ".py", str(ROOT), "/tmp", "gr00t-serve-", "site-packages", "ts.service")
 WAVES = [KINDS[first : first + ABREAST] for first in range(0, len(KINDS), ABREAST)]
 GOOD_WAVES = [GOOD[first : first + ABREAST] for first in range(0, len(GOOD), ABREAST)]
-
-
-def complaint(kind: Kind, reply: requests.Response) -> str:
-    """What is wrong with a kind's reply, or nothing."""
-    if reply.headers.get("Content-Type") != "application/problem+json":
-        return f"{kind.name}: {reply.status_code} {reply.headers.get('Content-Type')} {reply.text[:300]}"
-    document = reply.json()
-    came = (reply.status_code, document["status"], document.get("pointer"))
-    wrong = came != (kind.status, kind.status, kind.pointer) or kind.fragment not in document["detail"]
-    wrong |= not document["title"] or not reply.content.isascii() or not reply.reason.isascii()
-    wrong |= len(document["detail"]) > 1000 or any(secret in reply.text for secret in SECRETS)
-    expected = kind.status, kind.pointer, kind.fragment
-    return f"{kind.name}: expected {expected}, came {reply.text[:700]}" if wrong else ""
 
 
 def queue(server: Server, count: int) -> None:

@@ -21,8 +21,18 @@ import pytest
 from handler.policy import Actions, Gr00tPolicy
 from scripts.ready import readiness
 from scripts.serve import Server
-from tests.adversary.conftest import differences
-from tests.client import GRPC_PREDICTIONS, arrived, as_json, as_msgpack, post, predictions_request, read, send, wave
+from tests.client import (
+    GRPC_PREDICTIONS,
+    arrived,
+    as_json,
+    as_msgpack,
+    differences,
+    post,
+    predictions_request,
+    read,
+    send,
+    wave,
+)
 
 Step = bytes | float  # what is sent, or seconds of waiting
 Talk = Callable[["Speaker"], Iterator[Step]]
