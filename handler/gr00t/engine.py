@@ -539,7 +539,6 @@ class Rung:
     buffers: Buffers
     plan: Plan
     begin: torch.cuda.CUDAGraph
-    start: Start
     graph: torch.cuda.CUDAGraph
     chunks: Tensor  # float32 (R, H, A) on the device
     answer: Tensor  # the same, pinned on the host
@@ -667,9 +666,11 @@ class Engine:
             self._visions[grids, rows] = vision
         plan, buffers, vision_tokens = fused.plan(grids, tokens), Buffers(fused, rows, tokens), vision.vision_tokens
         begin, start = self._graph(lambda: fused.begin(buffers.inputs, plan), self._begin_pool)
+        begin.replay()  # capturing computed nothing, and the next line runs on it
+        # `start` is not kept: the rungs' may share memory, for each is used up before another begins.
         graph, chunks = self._graph(lambda: fused.act(buffers.inputs, start, vision_tokens, plan).float(), self._pool)
         answer = torch.empty(chunks.shape, dtype=torch.float32, pin_memory=True)
-        self.rungs[key] = Rung(vision, buffers, plan, begin, start, graph, chunks, answer)
+        self.rungs[key] = Rung(vision, buffers, plan, begin, graph, chunks, answer)
         self.captures += 1
         while len(self.rungs) > self.max_graphs:
             self.rungs.popitem(last=False)
