@@ -214,6 +214,7 @@ class Embodiment:
         exclude_state: trained without state; the model gets zeros.
         language_keys: the first is the instruction; others are accepted and not used.
         actions, horizon: action groups in model order, and how many steps a chunk has.
+        deltas: {video, state, action}: the control steps of its frames, state rows and actions, 0 being now.
     """
 
     tag: str
@@ -226,6 +227,7 @@ class Embodiment:
     language_keys: tuple[str, ...]
     actions: tuple[ActionGroup, ...]
     horizon: int
+    deltas: dict[str, list[int]]
 
     def encode_state(self, state: dict[str, Float32], max_state_dim: int) -> Float32:
         """{key: (..., T, width)} -> (..., T, max_state_dim), normalised, zero-padded."""
@@ -405,6 +407,7 @@ def _embodiment(tag: str, identity: int, modality: dict[str, Any], stats: dict[s
         language_keys=tuple(modality["language"]["modality_keys"]),
         actions=tuple(actions),
         horizon=horizon,
+        deltas={name: list(map(int, modality[name]["delta_indices"])) for name in ("video", "state", "action")},
     )
 
 

@@ -543,6 +543,7 @@ class Gr00tPolicy:
                     for g in e.actions
                 },
                 "horizon": e.horizon,
+                "delta_indices": e.deltas,
             }
         tag = self.default_tag or next(iter(self.embodiments))
         example = self.example(tag)

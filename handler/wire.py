@@ -156,7 +156,7 @@ def encode_reply(form: ReplyForm, actions: dict[str, np.ndarray], info: dict[str
     """
     try:
         if form.content_type == MSGPACK:
-            write = _write_gr00t if form.arrays == "gr00t" else _write_openpi
+            write = write_gr00t if form.arrays == "gr00t" else write_openpi
             reply = {"actions": {key: write(array) for key, array in actions.items()}, "info": info}
             return MSGPACK, msgpack.packb(reply)
         reply = {"actions": {key: array.tolist() for key, array in actions.items()}, "info": info}
@@ -472,11 +472,13 @@ def _npy(data: bytes, path: tuple[str | int, ...]) -> np.ndarray:
 _WRAPPERS = {"__ndarray__": _openpi, "__npgeneric__": _openpi_scalar, "__ndarray_class__": _gr00t}
 
 
-def _write_openpi(array: np.ndarray) -> dict[bytes, Any]:
+def write_openpi(array: np.ndarray) -> dict[bytes, Any]:
+    """An array as openpi-client's msgpack_numpy writes it."""
     return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
 
-def _write_gr00t(array: np.ndarray) -> dict[str, Any]:
+def write_gr00t(array: np.ndarray) -> dict[str, Any]:
+    """An array as GR00T's own client writes it."""
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
     return {"__ndarray_class__": True, "as_npy": file.getvalue()}

@@ -1,0 +1,503 @@
+"""Robots connect with what they already have: OpenPI's WebSocket client, GR00T's ZeroMQ PolicyClient, or plain HTTP.
+
+Every robot's observation joins TorchServe's waves. `upstream` talks to TorchServe, `translate` between the terms of
+robots and checkpoint, `zmq` is GR00T's protocol; OpenPI's and HTTP are here. Runs beside TorchServe, on its machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import itertools
+import logging
+import signal
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import Counter as Total
+
+from handler.problem import Problem
+from handler.wire import MSGPACK, Part, Request, decode, encode_problem
+from scripts.gateway_keys import Keys, new_key
+from scripts.gateway_translate import Episode, Translation, deadline_of, for_openpi, in_words, pack, problem_of, unpack
+from scripts.gateway_upstream import Upstream
+from scripts.package import ROOT
+
+logger = logging.getLogger("gateway")
+
+PAGE = ROOT / "scripts" / "status.html"
+PASSED_ON = ("content-type", "accept", "content-encoding", "x-request-timeout-ms", "x-request-start", "x-request-id")
+ANSWERED = ("Content-Type", "Retry-After", "X-Request-Id")
+SHOWN = 60.0  # s that the status page's rates cover
+BODY_SECONDS = 30  # for an HTTP body to arrive
+DRAIN_SECONDS = 20.0  # for answers that are under way when the gateway is told to stop
+IDLE_SECONDS = 300.0  # after which a robot without a connection of its own is forgotten
+
+
+@dataclass
+class Robot:
+    """One connection.
+
+    key: whose key it came with; protocol: openpi, gr00t or http; address: where it is, in protocols that do not say
+    when a robot leaves; episode: see `Episode`.
+    """
+
+    number: int
+    key: str
+    protocol: str
+    address: Any = None
+    episode: Episode = field(default_factory=Episode)
+    since: float = field(default_factory=time.time)
+    requests: int = 0
+    failures: int = 0
+    last: float = field(default_factory=time.time)
+    last_ms: float = 0.0
+    busy: int = 0  # messages without their answer
+
+
+class Stats:
+    """What has happened, for Prometheus and for the status page."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Total("gateway_requests", "Answers to robots", ["protocol", "status"], registry=self.registry)
+        self.seconds = Histogram(
+            "gateway_request_seconds", "From a robot's message to its answer", ["protocol"], registry=self.registry,
+            buckets=(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
+        )  # fmt: skip
+        for name, text, value in (
+            ("gateway_robots", "Connected robots", lambda: len(gateway.robots)),
+            ("gateway_waiting", "Requests that wait for their turn", gateway.upstream.turnstile.waits),
+            ("gateway_in_flight", "Requests at TorchServe", lambda: gateway.upstream.turnstile.inside),
+            ("gateway_pending_bytes", "Messages that wait for their answer", lambda: gateway.pending),
+            ("gateway_ready_workers", "TorchServe's workers that are READY", lambda: gateway.upstream.workers),
+            ("gateway_retries", "Attempts after a worker's death or a restart", lambda: gateway.upstream.retries),
+        ):
+            Gauge(name, text, registry=self.registry).set_function(value)
+        self.recent: deque[tuple[float, float, int]] = deque(maxlen=100_000)  # end, ms, requests of its wave
+        self.failures: Counter[str] = Counter()
+        self.last_failures: deque[dict[str, Any]] = deque(maxlen=20)
+
+    def add(self, robot: Robot, began: float, wave: int, problem: Problem | None) -> None:
+        """Counts one answer; wave: how many requests shared its wave."""
+        seconds, robot.last = time.time() - began, time.time()
+        robot.requests += 1
+        robot.last_ms = seconds * 1e3
+        self.requests.labels(robot.protocol, str(problem.status if problem else 200)).inc()
+        if problem is None:
+            self.seconds.labels(robot.protocol).observe(seconds)
+            self.recent.append((robot.last, robot.last_ms, wave))
+            return
+        robot.failures += 1
+        self.failures[f"{problem.status} {problem.title}"] += 1
+        where = (problem.pointer or "")[:200]
+        self.last_failures.append({"time": robot.last, "robot": robot.number, "status": problem.status,
+                                   "pointer": where, "detail": problem.detail[:300]})  # fmt: skip
+
+
+class Gateway:
+    """The robots that are connected, and the way from each to TorchServe and back.
+
+    settings: as in config/gateway.yaml.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.keys = None if settings["keys"] in ("torchserve", "off") else Keys(Path(settings["keys"]))
+        self.upstream = Upstream(settings["inference_url"], settings["management_url"], Path(settings["key_file"]),
+                                 renew=self.keys is not None, patience=settings["patience_s"])  # fmt: skip
+        self.robots: dict[int, Robot] = {}
+        self.numbers = itertools.count(1)
+        self._at: dict[tuple[str, Any, str], Robot] = {}
+        self._swept = 0.0
+        self.sockets: dict[web.WebSocketResponse, Robot] = {}
+        self.closing = False
+        self.pending = 0  # bytes of messages without their answer
+        self.stats = Stats(self)
+        self.kill: Callable[[], object] = lambda: None  # ends the gateway
+
+    def translation(self) -> Translation:
+        """By the contract that TorchServe has now. Raises ValueError when the settings do not fit it."""
+        s = self.settings
+        return Translation(self.upstream.contract, s["embodiment_tag"], s["key_map"], s["steps_per_request"])
+
+    def who(self, key: str | None) -> str | None:
+        """Whose key this is; None when it opens nothing."""
+        if self.settings["keys"] == "off":
+            return "anyone"
+        if self.keys is not None:
+            return self.keys.name_of(key or "")
+        own = self.upstream.key()
+        given = (key or "").encode("utf-8", "surrogateescape")
+        return "torchserve" if own is None or hmac.compare_digest(own.encode(), given) else None
+
+    def _admit(self, robot: Robot) -> Robot:
+        if len(self.robots) >= self.settings["max_connections"]:
+            raise Problem(503, f"{len(self.robots)} robots are connected, and no more are taken", retry_after=10)
+        self.robots[robot.number] = robot
+        return robot
+
+    @contextlib.contextmanager
+    def connection(self, key: str, protocol: str) -> Iterator[Robot]:
+        """A robot's time here. Raises Problem 503 when there are too many."""
+        robot = self._admit(Robot(next(self.numbers), key, protocol))
+        try:
+            yield robot
+        finally:
+            del self.robots[robot.number]
+
+    def robot_at(self, protocol: str, address: Any, key: str) -> Robot:
+        """The robot at an address, for protocols that do not say when one leaves: after a while it is forgotten.
+
+        Raises Problem 503 when there are too many.
+        """
+        now = time.time()
+        if now - self._swept > 1:
+            self._swept = now
+            for place, robot in list(self._at.items()):
+                if not robot.busy and now - robot.last > IDLE_SECONDS:
+                    del self._at[place], self.robots[robot.number]
+        place = (protocol, address, key)
+        if place not in self._at:
+            self._at[place] = self._admit(Robot(next(self.numbers), key, protocol, address))
+        return self._at[place]
+
+    @contextlib.contextmanager
+    def room(self, robot: Robot, size: int) -> Iterator[None]:
+        """Room for a robot's message of so many bytes until it is answered. Raises Problem 503 when there is none."""
+        if self.pending + size > self.settings["max_pending_mb"] << 20:
+            raise Problem(503, "too many messages wait for their answer; send this one again", retry_after=1)
+        self.pending += size
+        robot.busy += 1
+        try:
+            yield
+        finally:
+            self.pending -= size
+            robot.busy -= 1
+
+    async def act(self, robot: Robot, sent: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The actions and info for a robot's observation, decoded by `handler.wire`. Raises Problem."""
+        began, wave, failed = time.time(), 0, None
+        translation = self.translation()
+        try:
+            fields = translation.fields(sent, robot.episode)
+            reply = await self.upstream.predict(
+                robot.key, robot.number, {"Content-Type": MSGPACK}, pack(fields), deadline_of(fields)
+            )
+            if reply.status != 200:
+                raise translation.robots_own(problem_of(reply))
+            actions, info = unpack(reply.body)
+            wave = info["wave_requests"]
+            return actions, info
+        except Problem as problem:
+            failed = problem
+            raise
+        finally:
+            self.stats.add(robot, began, wave, failed)
+
+    # ------------------------------------------------------------------------------------------------------- OpenPI
+
+    def metadata(self) -> dict[str, Any]:
+        """What an OpenPI client is told when it connects."""
+        translation = self.translation()
+        tag = translation.tag or next(iter(translation.embodiments))
+        contract = translation.embodiments[tag]
+        return {
+            "action_horizon": contract["horizon"],
+            "action_keys": list(contract["action"]),
+            "embodiment_tag": tag,
+            "image_resolution": self.settings["image_resolution"],
+            "supported_embodiments": list(translation.embodiments),
+            "needs_session_id": False,
+        }
+
+    async def openpi(self, request: web.Request) -> web.StreamResponse:
+        """An OpenPI client: metadata when it connects, then an observation in and actions out, again and again."""
+        if request.headers.get("Upgrade", "").lower() != "websocket":
+            return web.Response(status=426, text="This is an OpenPI WebSocket; robots connect here.\n")
+        name = self.who(_bearer(request))
+        if name is None:
+            return web.Response(status=401, text="Expected the header Authorization: Api-Key KEY with a valid key.\n")
+        socket = web.WebSocketResponse(
+            compress=False, max_msg_size=self.settings["max_message_mb"] << 20, heartbeat=30, timeout=5
+        )
+        try:
+            with self.connection(name, "openpi") as robot:
+                await socket.prepare(request)
+                self.sockets[socket] = robot
+                await socket.send_bytes(pack(self.metadata()))
+                # Read in a task of its own: pings are answered, and a hang-up is noticed, while actions are computed.
+                messages: asyncio.Queue[WSMessage] = asyncio.Queue(maxsize=2)
+                reader = asyncio.create_task(_read(socket, messages))
+                talk = asyncio.create_task(self._talk(socket, robot, messages))
+                try:
+                    await asyncio.wait((reader, talk), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for task in (reader, talk):
+                        task.cancel()
+                    for outcome in await asyncio.gather(reader, talk, return_exceptions=True):
+                        if isinstance(outcome, Exception) and not isinstance(outcome, ConnectionError):
+                            raise outcome
+        except Problem as problem:
+            return _answer(problem)
+        finally:
+            self.sockets.pop(socket, None)
+        await socket.close(code=WSCloseCode.GOING_AWAY if self.closing else WSCloseCode.OK)
+        return socket
+
+    async def close(self, _: web.Application) -> None:
+        """Lets who is being answered have the answer, and closes the other connections."""
+        self.closing = True
+        idle = [socket for socket, robot in self.sockets.items() if not robot.busy]
+        await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in idle))
+
+    async def _talk(self, socket: web.WebSocketResponse, robot: Robot, messages: asyncio.Queue[WSMessage]) -> None:
+        total_ms = None
+        while True:
+            message = await messages.get()
+            began = time.perf_counter()
+            try:
+                with self.room(robot, len(message.data)):
+                    answer = await self._openpi_answer(robot, message, total_ms)
+            except Problem as problem:
+                answer = in_words(problem)
+            if isinstance(answer, str):  # a text is an error to an OpenPI client, or "reset successful"
+                await socket.send_str(answer)
+            else:
+                await socket.send_bytes(answer)
+            total_ms = (time.perf_counter() - began) * 1e3
+            if self.closing:
+                return
+
+    async def _openpi_answer(self, robot: Robot, message: WSMessage, total_ms: float | None) -> bytes | str:
+        if message.type != WSMsgType.BINARY:
+            raise Problem(400, "Expected a binary message with msgpack; came text.")
+        sent, _ = decode(Request({"Content-Type": MSGPACK}, [Part("body", "", message.data)]))
+        endpoint = sent.pop("endpoint", "infer")
+        sent.pop("session_id", None)
+        if endpoint == "reset":
+            robot.episode.reset()
+            return "reset successful"
+        if endpoint != "infer":
+            raise Problem(404, "endpoint must be infer or reset", "/endpoint")
+        began = time.perf_counter()
+        actions, info = await self.act(robot, sent)
+        embodiment = self.translation().embodiment(sent)
+        assert embodiment is not None  # the server has answered it
+        timing = {"infer_ms": (time.perf_counter() - began) * 1e3, "forward_ms": info["inference_ms"]}
+        if total_ms is not None:
+            timing["prev_total_ms"] = total_ms
+        return pack({**for_openpi(actions, list(embodiment["action"])), "server_timing": timing, "info": info})
+
+    # --------------------------------------------------------------------------------------------------------- HTTP
+
+    async def predictions(self, request: web.Request) -> web.Response:
+        """TorchServe's own path, with the gateway's keys and turns: body and answer are passed on as they are."""
+        name = self.who(_bearer(request))
+        if name is None:
+            return web.json_response({"code": 401, "type": "InvalidKeyException", "message": "Expected the header "
+                                      "Authorization: Bearer KEY with a valid key."}, status=401)  # fmt: skip
+        began, problem = time.time(), None
+        try:
+            peer = request.transport.get_extra_info("peername") if request.transport else None
+            robot = self.robot_at("http", peer, name)
+        except Problem as full:
+            return _answer(full)
+        try:
+            with self.room(robot, request.content_length or self.settings["max_message_mb"] << 20):
+                body = await asyncio.wait_for(request.read(), BODY_SECONDS)
+                headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
+                headers.setdefault("x-request-start", f"t={began:.3f}")
+                reply = await self.upstream.predict(name, robot.number, headers, body)
+            if reply.status != 200:
+                problem = problem_of(reply)
+            kept = {key: reply.headers[key] for key in ANSWERED if key in reply.headers}
+            return web.Response(status=reply.status, body=reply.body, headers=kept)
+        except asyncio.TimeoutError:
+            problem = Problem(400, f"the body did not arrive within {BODY_SECONDS} s")
+            return _answer(problem)
+        except Problem as raised:
+            problem = raised
+            return _answer(problem)
+        finally:
+            self.stats.add(robot, began, 0, problem)
+
+    # ------------------------------------------------------------------------------------------------- for its owner
+
+    def status(self) -> dict[str, Any]:
+        """What the status page shows."""
+        now, upstream = time.time(), self.upstream
+        recent = [entry for entry in self.stats.recent if now - entry[0] < SHOWN]
+        times = sorted(entry[1] for entry in recent) or [0.0]
+        waves = Counter(entry[2] for entry in recent if entry[2])
+        return {
+            "checkpoint": upstream.contract.get("checkpoint"),
+            "workers_ready": upstream.workers,
+            "robots": [
+                {"number": r.number, "key": r.key, "protocol": r.protocol, "connected_s": round(now - r.since),
+                 "requests": r.requests, "failures": r.failures, "idle_s": round(now - r.last, 1),
+                 "last_ms": round(r.last_ms, 1)}
+                for r in self.robots.values()
+            ],
+            "requests_per_s": round(len(recent) / SHOWN, 2),
+            "p50_ms": round(times[len(times) // 2], 1),
+            "p99_ms": round(times[int(0.99 * (len(times) - 1))], 1),
+            "requests_by_wave_size": {str(size): waves[size] for size in sorted(waves)},
+            "waiting": upstream.turnstile.waits(),
+            "in_flight": upstream.turnstile.inside,
+            "retries": upstream.retries,
+            "failures": dict(self.stats.failures),
+            "last_failures": list(self.stats.last_failures),
+        }  # fmt: skip
+
+    async def page(self, _: web.Request) -> web.Response:
+        return web.Response(text=PAGE.read_text(encoding="utf-8"), content_type="text/html")
+
+    async def status_json(self, _: web.Request) -> web.Response:
+        return web.json_response(self.status())
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self.stats.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def _read(socket: web.WebSocketResponse, messages: asyncio.Queue[WSMessage]) -> None:
+    async for message in socket:
+        if message.type in (WSMsgType.BINARY, WSMsgType.TEXT):
+            await messages.put(message)
+
+
+def _bearer(request: web.Request) -> str | None:
+    """The key of `Authorization: Api-Key KEY` (OpenPI) or `Bearer KEY` (TorchServe)."""
+    kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if kind.lower() in ("api-key", "bearer") else None
+
+
+def _answer(problem: Problem) -> web.Response:
+    content_type, body = encode_problem(problem)
+    headers = {"Retry-After": str(problem.retry_after)} if problem.retry_after is not None else {}
+    return web.Response(status=problem.status, body=body, content_type=content_type, headers=headers)
+
+
+# ---------------------------------------------------------------------------------------------------------- settings
+
+
+def read_settings(overlays: list[Path]) -> dict[str, Any]:
+    """config/gateway.yaml with overlays merged over it. Raises ValueError: what is wrong, by its name."""
+    own = yaml.safe_load((ROOT / "config" / "gateway.yaml").read_text(encoding="utf-8"))
+    settings = dict(own)
+    for overlay in overlays:
+        given = yaml.safe_load(overlay.read_text(encoding="utf-8")) or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"{overlay.name}: expected a mapping of settings")
+        for name, value in given.items():
+            if name not in own:
+                raise ValueError(f"{overlay.name}: unknown setting {name!r}; there are {', '.join(own)}")
+            if own[name] is not None and type(value) is not type(own[name]) and not (
+                isinstance(own[name], int) and isinstance(value, float) and not isinstance(own[name], bool)
+            ):  # fmt: skip
+                raise ValueError(f"{overlay.name}: {name} must be like {own[name]!r}, got {value!r}")
+            settings[name] = value
+    for name, target in settings["key_map"].items():
+        targets = target if isinstance(target, list) else [target]
+        if not targets or not all(isinstance(t, str) for t in targets):
+            raise ValueError(f"key_map: {name!r} must go to a key or a list of keys, got {target!r}")
+        if isinstance(target, list) and not all(t.startswith("state.") for t in targets):
+            raise ValueError(f"key_map: {name!r} can be cut into keys of the form state.KEY only")
+    if settings["keys"] == "off" and settings["host"] not in ("127.0.0.1", "::1", "localhost"):
+        raise ValueError("keys: off is for this machine alone; give keys, or host: 127.0.0.1")
+    if settings["steps_per_request"] < 1:
+        raise ValueError("steps_per_request must be 1 or more")
+    return settings
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: dict[str, Any]) -> AsyncIterator[Gateway]:
+    """A gateway that takes robots meanwhile."""
+    from scripts.gateway_zmq import serve_zmq  # it needs Gateway
+
+    gateway = Gateway(settings)
+    async with gateway.upstream.connected(), contextlib.AsyncExitStack() as stack:
+        gateway.translation()  # whether the settings fit the checkpoint
+        robots = web.Application(client_max_size=settings["max_message_mb"] << 20)
+        robots.add_routes([web.get("/", gateway.openpi), web.get("/healthz", _healthy),
+                           web.post("/predictions/gr00t", gateway.predictions)])  # fmt: skip
+        robots.on_shutdown.append(gateway.close)
+        if settings["admin_port"]:
+            admin = web.Application()
+            admin.add_routes([web.get("/", gateway.page), web.get("/status.json", gateway.status_json),
+                              web.get("/metrics", gateway.metrics)])  # fmt: skip
+            await stack.enter_async_context(_listening(admin, "127.0.0.1", settings["admin_port"]))
+        if settings["zmq_port"]:
+            await stack.enter_async_context(serve_zmq(gateway))
+        await stack.enter_async_context(_listening(robots, settings["host"], settings["port"]))
+        yield gateway
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[None]:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_SECONDS)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def _healthy(_: web.Request) -> web.Response:
+    return web.Response(text="OK\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, action="append", default=[], help="YAML over config/gateway.yaml")
+    parser.add_argument("--new-key", metavar="NAME", help="make a key for NAME in the file that `keys` names, and end")
+    parser.add_argument("--days", type=float, default=90, help="how long that key opens (default: %(default)s)")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        settings = read_settings(args.config)
+        if args.new_key:
+            if settings["keys"] in ("torchserve", "off"):
+                raise ValueError("keys must name a file first, in a --config FILE")
+            print(new_key(Path(settings["keys"]), args.new_key, args.days))
+            return 0
+        asyncio.run(_serve(settings))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(settings: dict[str, Any]) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        async with serving(settings) as gateway:
+            gateway.kill = task.cancel
+            s = settings
+            print(f"Robots: ws://{s['host']}:{s['port']} (OpenPI), http://{s['host']}:{s['port']}/predictions/gr00t"
+                  + (f", tcp://{s['host']}:{s['zmq_port']} (GR00T)" if s["zmq_port"] else ""), flush=True)  # fmt: skip
+            if s["admin_port"]:
+                print(f"Status: http://127.0.0.1:{s['admin_port']}/ and /metrics", flush=True)
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""What a robot sends -> what the checkpoint takes, and what it answers -> what the robot reads."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from handler.observation import MAX_SEED
+from handler.problem import TITLES, Problem
+from handler.wire import PROBLEM, pointer, write_openpi
+from scripts.gateway_upstream import Reply
+
+Fields = dict[str, Any]
+MAX_HISTORY = 64 << 20  # bytes of one camera's earlier frames
+
+
+class Translation:
+    """Translates by the gateway's settings and the server's contract.
+
+    contract: what the management API's describe gives, see `Gr00tPolicy.describe`.
+    key_map: {robot's key: the checkpoint's as "video.KEY" or "state.KEY", or a list of states to cut the value into}.
+    """
+
+    def __init__(
+        self, contract: dict[str, Any], tag: str | None, key_map: dict[str, str | list[str]], steps_per_request: int
+    ) -> None:
+        self.tag = tag or contract.get("default_embodiment")
+        self.embodiments: dict[str, Any] = contract["embodiments"]
+        self.key_map, self.steps_per_request = key_map, steps_per_request
+        if self.tag is not None and self.tag not in self.embodiments:
+            raise ValueError(f"embodiment_tag: the server has no {self.tag!r}; it has {', '.join(self.embodiments)}")
+
+    def embodiment(self, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The contract of the embodiment that an observation is of; None when it names none that there is."""
+        options = fields.get("options")
+        tag = options.get("embodiment_tag") if isinstance(options, Mapping) else None
+        tag = self.tag if tag is None else tag
+        return self.embodiments.get(tag) if isinstance(tag, str) else None
+
+    def fields(self, sent: Mapping[str, Any], episode: Episode) -> Fields:
+        """The observation in the server's terms: keys mapped, embodiment named, earlier steps put before the last.
+
+        sent: decoded by `handler.wire`. What is wrong with it otherwise, the server says.
+        Raises Problem 422: a mapped value that cannot be cut as the key map says.
+        """
+        out: Fields = {}
+        options = sent.get("options")
+        if self.tag is not None and (options is None or isinstance(options, Mapping)):
+            out["options"] = {"embodiment_tag": self.tag, **{k: v for k, v in (options or {}).items() if v is not None}}
+        embodiment = self.embodiment({**sent, **out})
+        for name, value in sent.items():
+            target = self.key_map.get(name, name)
+            if isinstance(target, list):
+                out.update(self._cut(name, value, target, embodiment))
+            elif name != "options" or "options" not in out:
+                out[target] = value
+        return episode.complete(out, embodiment, self.steps_per_request) if embodiment else out
+
+    def robots_own(self, problem: Problem) -> Problem:
+        """The problem with its pointer in the robot's terms, where the key map gave the field another name."""
+        names = {target: name for name, targets in self.key_map.items()
+                 for target in (targets if isinstance(targets, list) else [targets])}  # fmt: skip
+        first, *rest = (part.replace("~1", "/").replace("~0", "~") for part in (problem.pointer or "/")[1:].split("/"))
+        if first in names:  # as it was mapped: "video.KEY"
+            where = pointer(names[first], *rest)
+        elif rest and f"{first}.{rest[0]}" in names:  # how the server names a field that is missing
+            where = pointer(names[f"{first}.{rest[0]}"], *rest[1:])
+        else:
+            return problem
+        return Problem(problem.status, problem.detail, where, problem.retry_after)
+
+    @staticmethod
+    def _cut(name: str, value: Any, targets: list[str], embodiment: dict[str, Any] | None) -> Fields:
+        """A concatenated state, cut along its last axis by the widths of these keys."""
+        states = embodiment["state"] if embodiment else {}
+        widths = [states.get(target.removeprefix("state."), {}).get("width") for target in targets]
+        if None in widths:
+            raise Problem(422, f"the gateway's key map cuts this into {', '.join(targets)}, but the embodiment has not "
+                          "all of these states", pointer(name))  # fmt: skip
+        try:
+            array = np.asarray(value, np.float32)
+        except (TypeError, ValueError):
+            raise Problem(422, f"expected {sum(widths)} numbers; came something else", pointer(name)) from None
+        if array.ndim == 0 or array.shape[-1] != sum(widths):
+            raise Problem(422, f"expected {sum(widths)} numbers ({', '.join(targets)}); came the shape "
+                          f"{list(array.shape)}", pointer(name))  # fmt: skip
+        return dict(zip(targets, np.split(array, np.cumsum(widths)[:-1], axis=-1), strict=True))
+
+
+class Episode:
+    """What one connection has sent since its last reset: earlier frames and states, where the checkpoint wants them."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, deque[np.ndarray]] = {}
+
+    def reset(self) -> None:
+        """A new episode begins: nothing of the last one counts."""
+        self.history.clear()
+
+    def complete(self, fields: Fields, embodiment: dict[str, Any], steps_per_request: int) -> Fields:
+        """Puts earlier steps before values that come without a time axis: (H, W, 3) -> (T, H, W, 3), (D,) -> (T, D).
+
+        The step `delta` before now is that of the request `delta / steps_per_request` ago, or the first there is.
+        """
+        for modality, rank in (("video", 3), ("state", 1)):
+            deltas = embodiment["delta_indices"][modality]
+            if len(deltas) == 1:
+                continue
+            ago = [round(-delta / steps_per_request) for delta in deltas]
+            keys = embodiment["video"]["keys"] if modality == "video" else list(embodiment["state"])
+            for key in keys:
+                for holder, name in _places(fields, modality, key):
+                    now = holder[name]
+                    if isinstance(now, list) and modality == "state":
+                        now = np.asarray(now, np.float32)
+                    if isinstance(now, np.ndarray) and now.ndim == rank:
+                        holder[name] = self._stack(f"{modality}.{key}", now, ago)
+        return fields
+
+    def _stack(self, key: str, now: np.ndarray, ago: list[int]) -> np.ndarray:
+        if now.nbytes * (max(ago) + 1) > MAX_HISTORY:
+            raise Problem(413, f"the gateway would have to keep {max(ago) + 1} of these frames, which is too much: "
+                          f"send smaller ones, or all {len(ago)} that the checkpoint takes", pointer(key))  # fmt: skip
+        past = self.history.get(key)
+        if past is None or past[0].shape != now.shape or past[0].dtype != now.dtype or past.maxlen != max(ago) + 1:
+            past = self.history[key] = deque(maxlen=max(ago) + 1)
+        past.append(now.copy())  # the message that it is a view of may go
+        return np.stack([past[max(0, len(past) - 1 - n)] for n in ago])
+
+
+def _places(fields: Fields, modality: str, key: str) -> list[tuple[Fields, str]]:
+    """Where in an observation a key's value stands: nested or flat, in the forms that the server takes."""
+    names = ("video", "images") if modality == "video" else ("state",)
+    flat = [(fields, f"{name}.{key}") for name in names if f"{name}.{key}" in fields]
+    nested = []
+    for name in names:
+        if isinstance(fields.get(name), dict) and key in fields[name]:
+            fields[name] = dict(fields[name])
+            nested.append((fields[name], key))
+    return flat + nested
+
+
+def pack(value: Any) -> bytes:
+    """A message for OpenPI clients and for the server."""
+    packed: bytes = msgpack.packb(value, default=_array)
+    return packed
+
+
+def _array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return write_openpi(value)
+    raise TypeError(type(value).__name__)
+
+
+def deadline_of(fields: Mapping[str, Any]) -> float | None:
+    """Unix seconds of `options.deadline_ms`, when it is a number (if it is none, the server says so)."""
+    options = fields.get("options")
+    value = options.get("deadline_ms") if isinstance(options, Mapping) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_SEED:
+        return None
+    return value / 1000
+
+
+def unpack(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The actions, float32 (horizon, width) or (B, horizon, width), and info of the server's msgpack reply."""
+    document = msgpack.unpackb(body, strict_map_key=False)
+    actions = {
+        key: np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"])
+        for key, value in document["actions"].items()
+    }
+    return actions, document["info"]
+
+
+def problem_of(reply: Reply) -> Problem:
+    """What went wrong, by an answer that is not 200: the handler's problem, or TorchServe's own words."""
+    try:
+        body = json.loads(reply.body)
+        detail = str(body["detail" if reply.content_type == PROBLEM else "message"])
+    except (ValueError, KeyError, TypeError):
+        body, detail = {}, f"the server answered {reply.status}"
+    status = reply.status if reply.status in TITLES else 500
+    wait = reply.headers.get("Retry-After", "")
+    return Problem(status, detail, body.get("pointer"), int(wait) if wait.isdecimal() else None)
+
+
+def in_words(problem: Problem) -> str:
+    """A problem as one line, for protocols whose errors are texts."""
+    where = f" ({problem.pointer})" if problem.pointer else ""
+    return f"{problem.status} {problem.title}: {problem.detail}{where}"
+
+
+def for_openpi(actions: dict[str, np.ndarray], order: list[str]) -> dict[str, Any]:
+    """The actions under their own keys, and all of them side by side as `actions`, in modality order."""
+    return {**actions, "actions": np.concatenate([actions[key] for key in order], axis=-1)}

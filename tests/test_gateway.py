@@ -1,0 +1,547 @@
+"""Robots with clients of their own, through the gateway to a real TorchServe: their bits, their errors, their turns."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import requests
+import yaml
+import zmq
+
+from handler.policy import Actions, Gr00tPolicy
+from handler.problem import Problem
+from scripts.gateway import read_settings
+from scripts.gateway_keys import Keys, new_key
+from scripts.gateway_translate import Episode, Translation, pack
+from scripts.gateway_upstream import Turnstile
+from scripts.package import ROOT, build
+from scripts.serve import Server, local_session, pick_ports
+from tests.client import arrived, as_msgpack, differences, gr00t, read
+from tests.conftest import DROID, LIBERO, observation
+
+# ------------------------------------------------------------------------------------------------------------- units
+
+
+def test_turns_go_by_key_and_then_by_connection() -> None:
+    """Who floods delays itself: another key's request waits for one other at most."""
+    order: list[str] = []
+
+    async def ask(turnstile: Turnstile, key: str, connection: int, name: str) -> None:
+        async with turnstile.turn(key, connection):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        turnstile = Turnstile()
+        turnstile.width = 1
+        flood = [ask(turnstile, "a", n % 3, f"a{n % 3}") for n in range(9)]
+        others = [ask(turnstile, "b", 7, "b"), ask(turnstile, "b", 7, "b"), ask(turnstile, "c", 8, "c")]
+        await asyncio.gather(*flood, *others)
+        assert turnstile.inside == 0 and not turnstile.waiting
+
+    asyncio.run(main())
+    assert order == ["a0", "a1", "b", "c", "a2", "b", "a0", "a1", "a2", "a0", "a1", "a2"]
+
+
+def test_who_gives_up_leaves_its_turn() -> None:
+    async def main() -> None:
+        turnstile = Turnstile()
+        turnstile.width = 1
+        entered = asyncio.Event()
+
+        async def stay() -> None:
+            async with turnstile.turn("a", 1):
+                entered.set()
+                await asyncio.sleep(60)
+
+        first, second, third = (asyncio.create_task(stay()) for _ in range(3))
+        await entered.wait()
+        second.cancel()
+        entered.clear()
+        first.cancel()
+        await entered.wait()  # the third's turn
+        assert turnstile.inside == 1 and turnstile.waits() == 0
+        third.cancel()
+        await asyncio.gather(first, second, third, return_exceptions=True)
+        assert turnstile.inside == 0 and not turnstile.waiting
+
+    asyncio.run(main())
+
+
+def test_keys_live_as_long_as_said_and_two_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.json"
+    first, other = new_key(path, "fleet", 1), new_key(path, "lab", 30)
+    keys = Keys(path)
+    second = new_key(path, "fleet", 30)
+    assert [keys.name_of(key) for key in (first, second, other, "", "x")] == ["fleet", "fleet", "lab", None, None]
+    third = new_key(path, "fleet", 30)
+    assert [keys.name_of(key) for key in (first, second, third, other)] == [None, "fleet", "fleet", "lab"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not any(key in path.read_text() for key in (first, second, third, other))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 31 * 86400)
+    assert keys.name_of(third) is None
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="key file cannot be read"):
+        keys.name_of(third)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("prt: 1", "unknown setting 'prt'"),
+        ("port: high", "port must be like 8000"),
+        ("- 1", "expected a mapping"),
+        ("keys: 'off'\nhost: 0.0.0.0", "for this machine alone"),
+        ("key_map: {a: [video.x]}", "state.KEY only"),
+        ("key_map: {a: 3}", "must go to a key"),
+        ("steps_per_request: 0", "must be 1 or more"),
+    ],
+)
+def test_settings_that_are_wrong(tmp_path: Path, text: str, reason: str) -> None:
+    overlay = tmp_path / "own.yaml"
+    overlay.write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read_settings([overlay])
+
+
+def test_a_key_map_renames_and_cuts(policy: Gr00tPolicy) -> None:
+    contract = policy.describe()
+    states = list(contract["embodiments"][LIBERO]["state"])
+    key_map: dict[str, Any] = {"observation/image": "video.image", "observation/state": [f"state.{s}" for s in states]}
+    translation = Translation(contract, LIBERO, key_map, 1)
+    width = sum(contract["embodiments"][LIBERO]["state"][s]["width"] for s in states)
+    image = np.zeros((8, 8, 3), np.uint8)
+    fields = translation.fields({"observation/image": image, "observation/state": np.arange(width), "prompt": "go"},
+                                Episode())  # fmt: skip
+    assert fields["video.image"] is image and fields["prompt"] == "go"
+    assert fields["options"] == {"embodiment_tag": LIBERO}
+    assert np.concatenate([fields[f"state.{s}"] for s in states]).tolist() == list(range(width))
+    with pytest.raises(Problem, match=rf"expected {width} numbers .* shape \[3\]") as caught:
+        translation.fields({"observation/state": np.zeros(3)}, Episode())
+    assert caught.value.pointer == "/observation~1state"
+    with pytest.raises(Problem, match="came something else"):
+        translation.fields({"observation/state": "text"}, Episode())
+    with pytest.raises(ValueError, match="the server has no 'x'"):
+        Translation(contract, "x", {}, 1)
+
+
+def test_earlier_frames_fill_the_horizon(policy: Gr00tPolicy) -> None:
+    contract = policy.describe()
+    deltas = contract["embodiments"][DROID]["delta_indices"]["video"]
+    assert len(deltas) == 2 and deltas[-1] == 0
+    camera = contract["embodiments"][DROID]["video"]["keys"][0]
+    translation, episode = Translation(contract, DROID, {}, 5), Episode()
+    ago = -deltas[0] // 5
+    for step in range(8):
+        frame = np.full((4, 4, 3), step, np.uint8)
+        got = translation.fields({f"video.{camera}": frame}, episode)[f"video.{camera}"]
+        assert got.shape == (2, 4, 4, 3) and got.dtype == np.uint8
+        assert got[:, 0, 0, 0].tolist() == [max(0, step - ago), step]
+    episode.reset()
+    got = translation.fields({"video": {camera: frame}}, episode)["video"][camera]
+    assert got[:, 0, 0, 0].tolist() == [7, 7]
+    whole = np.zeros((2, 4, 4, 3), np.uint8)  # who sends all steps is left alone
+    assert translation.fields({f"video.{camera}": whole}, episode)[f"video.{camera}"] is whole
+    with pytest.raises(Problem, match="which is too much"):
+        translation.fields({f"video.{camera}": np.zeros((4000, 4000, 3), np.uint8)}, episode)
+
+
+# ------------------------------------------------------------------------------------------------------------- for real
+
+EXPIRES = 60  # s that TorchServe's keys live in these tests
+
+
+class ShortLived(Server):
+    """A server whose keys expire after a minute."""
+
+    def _settings(self) -> str:
+        return super()._settings().replace("token_expiration_min=5256000", f"token_expiration_min={EXPIRES // 60}")
+
+    def describe(self, customized: bool = False) -> dict[str, Any]:
+        keys = json.loads(self.key_file.read_text())
+        self.inference_key, self.management_key = keys["inference"]["key"], keys["management"]["key"]
+        return super().describe(customized)
+
+
+class RunningGateway:
+    """`./scripts/gateway` in a process of its own, in front of a server."""
+
+    def __init__(self, server: Server, folder: Path, **settings: Any) -> None:
+        self.port, self.zmq_port, self.admin_port = pick_ports(0)[:3]
+        self.keys = folder / "keys.json"
+        self.key = new_key(self.keys, "fleet", 1)
+        config = folder / "gateway.yaml"
+        config.write_text(yaml.safe_dump({
+            "inference_url": server.inference_url, "management_url": server.management_url,
+            "key_file": str(server.key_file), "keys": str(self.keys), "port": self.port, "zmq_port": self.zmq_port,
+            "admin_port": self.admin_port, **settings,
+        }))  # fmt: skip
+        self.log = folder / "gateway.log"
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "scripts" / "gateway.py"), "--config", str(config)],
+            stdout=self.log.open("w"), stderr=subprocess.STDOUT, cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while "Robots: " not in self.log.read_text():
+            assert self._process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+
+    def stop(self) -> int:
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(60)
+
+    def metric(self, name: str) -> float:
+        with local_session() as session:
+            text = session.get(f"http://127.0.0.1:{self.admin_port}/metrics", timeout=10).text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShortLived]:
+    folder = tmp_path_factory.mktemp("gateway-server")
+    own = folder / "own.yaml"
+    own.write_text("maxBatchDelay: 20\nhandler:\n  reproducible: true\n")  # so that bits are the same in any wave
+    archive = build(None, [ROOT / "config" / "batched.yaml", own], folder / "store" / "gr00t.mar")
+    server = ShortLived(archive, run_dir=folder / "run")
+    with server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoint: Path) -> Gr00tPolicy:
+    """What the server computes, in this process."""
+    return Gr00tPolicy(checkpoint, reproducible=True)
+
+
+STATES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    server: ShortLived, exact: Gr00tPolicy, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    contract = exact.describe()["embodiments"][LIBERO]
+    cameras = contract["video"]["keys"]
+    key_map = {
+        "observation/image": f"video.{cameras[0]}",
+        "observation/wrist_image": f"video.{cameras[1]}",
+        "observation/state": [f"state.{key}" for key in contract["state"]],
+    }
+    running = RunningGateway(server, tmp_path_factory.mktemp("gateway"), embodiment_tag=LIBERO, key_map=key_map)
+    yield running
+    assert running.stop() == 0, running.log.read_text()
+    assert "Traceback" not in running.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def openpi_python() -> Path:
+    """A Python with openpi-client, kept between runs."""
+    folder = ROOT / ".venv-openpi"
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        # It does not say that it needs typing_extensions.
+        command = [str(python), "-m", "pip", "install", "-q", "openpi-client==0.1.2", "typing_extensions"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"openpi-client cannot be installed here: {done.stderr[-300:]}")
+        (folder / "complete").touch()
+    return python
+
+
+def as_openpi(fields: dict[str, Any]) -> dict[str, Any]:
+    """A LIBERO observation as OpenPI's LIBERO robots send it: flat, without batch and time, state in one piece."""
+    images = [value[0, 0] for value in fields["video"].values()]
+    state = np.concatenate([value[0, 0] for value in fields["state"].values()])
+    (text,) = fields["language"].values()
+    return {"observation/image": images[0], "observation/wrist_image": images[1], "observation/state": state,
+            "prompt": text[0][0], "options": {"seed": fields["options"]["seed"]}}  # fmt: skip
+
+
+class Robots:
+    """openpi-client robots in processes of their own."""
+
+    def __init__(self, python: Path, gateway: RunningGateway, folder: Path) -> None:
+        self.python, self.gateway, self.folder = python, gateway, folder
+        self.started: list[tuple[subprocess.Popen[str], Path]] = []
+
+    def start(self, observations: list[Any], seconds: float = 0.0) -> None:
+        number = len(self.started)
+        source, target = self.folder / f"in{number}", self.folder / f"out{number}"
+        source.write_bytes(pack(observations))
+        command = [str(self.python), str(ROOT / "tests" / "openpi_robot.py"), str(self.gateway.port), self.gateway.key]
+        process = subprocess.Popen([*command, str(source), str(target), str(seconds)], text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        self.started.append((process, target))
+
+    def answers(self) -> list[tuple[dict[str, Any], list[Any]]]:
+        """Of each robot its metadata and its answers, arrays decoded."""
+        out = []
+        for process, target in self.started:
+            said, _ = process.communicate(timeout=180)
+            assert process.returncode == 0, said
+            metadata, answers = msgpack.unpackb(target.read_bytes(), strict_map_key=False, object_hook=_array)
+            out.append((metadata, answers))
+        return out
+
+
+def _array(value: dict[Any, Any]) -> Any:
+    if b"__ndarray__" in value:
+        return np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"])
+    return value
+
+
+@pytest.fixture
+def robots(openpi_python: Path, gateway: RunningGateway, tmp_path: Path) -> Robots:
+    return Robots(openpi_python, gateway, tmp_path)
+
+
+def check(answer: dict[str, Any], want: Actions) -> None:
+    """An OpenPI answer's bits: each group's, and all of them side by side."""
+    one = {key: value[0] for key, value in want.items()}
+    assert not differences({key: answer[key] for key in one}, one)
+    assert answer["actions"].tobytes() == np.concatenate(list(one.values()), axis=-1).tobytes()
+    assert answer["actions"].dtype == np.float32 and answer["actions"].shape[0] == next(iter(one.values())).shape[0]
+
+
+def test_an_openpi_robot(robots: Robots, exact: Gr00tPolicy) -> None:
+    fields = [observation(exact, LIBERO, seed=seed, prompt="go " * (1 + seed)) for seed in range(3)]
+    robots.start([as_openpi(f) for f in fields] + [{"endpoint": "reset"}, as_openpi(fields[0])])
+    ((metadata, answers),) = robots.answers()
+    contract = exact.describe()["embodiments"]
+    assert metadata == {
+        "action_horizon": contract[LIBERO]["horizon"], "action_keys": list(contract[LIBERO]["action"]),
+        "embodiment_tag": LIBERO, "image_resolution": None, "supported_embodiments": list(contract),
+        "needs_session_id": False,
+    }  # fmt: skip
+    for answer, f in zip([*answers[:3], answers[4]], [*fields, fields[0]], strict=True):
+        check(answer, exact.get_action(f))
+        assert answer["server_timing"]["infer_ms"] > answer["server_timing"]["forward_ms"] > 0
+    assert answers[3].endswith("reset successful")
+
+
+def test_openpi_robots_share_waves_and_garbage_disturbs_nobody(robots: Robots, exact: Gr00tPolicy) -> None:
+    fields = [observation(exact, LIBERO, seed=seed) for seed in range(7)]
+    want = [exact.get_action(f) for f in fields]
+    for f in fields:
+        robots.start([as_openpi(f)] * 3, seconds=8)
+    good = as_openpi(fields[0])
+    garbage = [
+        {**good, "observation/image": np.zeros((4, 4), np.uint8)},
+        {key: value for key, value in good.items() if key != "observation/wrist_image"},
+        {**good, "observation/state": np.zeros(3)},
+        {**good, "observation/other": 1},
+        {"endpoint": "kill"},
+        "text",
+    ]
+    robots.start([*garbage, good], seconds=8)
+    *others, (_, mixed) = robots.answers()
+    waves = []
+    for (_, answers), actions in zip(others, want, strict=True):
+        for answer in answers:
+            check(answer, actions)
+            waves.append(answer["info"]["wave_requests"])
+    assert max(waves) > 1 and len(waves) >= 21
+    words = ["(/observation~1image)", "is missing; embodiment 'libero_sim' needs it as video.", "expected 8 numbers",
+             "unknown field 'observation/other'", "endpoint must be infer or reset", "Expected a mapping"]  # fmt: skip
+    for start in range(0, len(mixed) - len(garbage), len(garbage) + 1):
+        for text, word in zip(mixed[start:], words, strict=False):
+            assert isinstance(text, str) and word in text and "Traceback" not in text, text
+        check(mixed[start + len(garbage)], want[0])  # still connected
+    assert len(mixed) > len(garbage)
+
+
+def test_a_worker_that_is_killed_is_survived_by_all(robots: Robots, server: ShortLived, exact: Gr00tPolicy) -> None:
+    fields = [observation(exact, LIBERO, seed=seed) for seed in range(3)]
+    for f in fields:
+        robots.start([as_openpi(f)], seconds=12)
+    before = arrived(server)
+    deadline = time.monotonic() + 60
+    while arrived(server) < before + 6 and time.monotonic() < deadline:  # they are under way
+        time.sleep(0.05)
+    pids = server.worker_pids()
+    os.kill(pids[0], signal.SIGKILL)
+    server.wait_for_other_workers(pids, 90)
+    for (_, answers), f in zip(robots.answers(), fields, strict=True):
+        actions = exact.get_action(f)
+        for answer in answers:
+            check(answer, actions)
+
+
+class Gr00tRobot:
+    """GR00T's PolicyClient, as far as the wire goes."""
+
+    def __init__(self, gateway: RunningGateway, token: str | None = None) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
+        self.socket.setsockopt(zmq.RCVTIMEO, 120_000)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(f"tcp://127.0.0.1:{gateway.zmq_port}")
+        self.token = gateway.key if token is None else token
+
+    def raw(self, message: bytes) -> Any:
+        self.socket.send(message)
+        return msgpack.unpackb(self.socket.recv(), strict_map_key=False)
+
+    def call(self, endpoint: str, data: Any = None) -> Any:
+        request = {"endpoint": endpoint, **({} if data is None else {"data": gr00t(data)})}
+        return self.raw(msgpack.packb({**request, **({"api_token": self.token} if self.token else {})}))
+
+
+def npy(value: dict[str, Any]) -> np.ndarray:
+    array: np.ndarray = np.load(io.BytesIO(value["as_npy"]), allow_pickle=False)
+    return array
+
+
+def test_gr00t_clients(gateway: RunningGateway, exact: Gr00tPolicy) -> None:
+    robot = Gr00tRobot(gateway)
+    assert robot.call("ping") == {"status": "ok", "message": "Server is running"}
+    contract = exact.describe()["embodiments"][LIBERO]
+    config = robot.call("get_modality_config")
+    assert config["video"] == {"__ModalityConfig_class__": True, "as_json": {
+        "delta_indices": contract["delta_indices"]["video"], "modality_keys": contract["video"]["keys"]}}  # fmt: skip
+    assert config["action"]["as_json"]["modality_keys"] == list(contract["action"])
+    assert len(config["action"]["as_json"]["delta_indices"]) == contract["horizon"]
+
+    one = observation(exact, LIBERO, seed=3)
+    two = {name: {key: np.concatenate([value, value[:, :, ::-1]]) if name == "video" else np.concatenate([value, value])
+                  for key, value in one[name].items()} for name in ("video", "state")}  # fmt: skip
+    two = {**two, "language": {key: text * 2 for key, text in one["language"].items()}}
+    for fields, options in ((one, one["options"]), (two, {"seed": 5}), (one, {"seed": 3, "embodiment_tag": None})):
+        sent = {key: value for key, value in fields.items() if key != "options"}
+        actions, info = robot.call("get_action", {"observation": sent, "options": options})
+        want = exact.get_action({**sent, "options": {"embodiment_tag": LIBERO, "seed": options["seed"]}})
+        assert not differences({key: npy(value) for key, value in actions.items()}, want)
+        assert info["seed"] == options["seed"]
+    assert robot.call("reset", {"options": None}) == {}
+
+    errors = {
+        "unknown": robot.call("fly"),
+        "kill": robot.call("kill"),
+        "no observation": robot.call("get_action", {"options": None}),
+        "no camera": robot.call("get_action", {"observation": {**one, "video": {}}, "options": None}),
+        "no msgpack": robot.raw(b"\xc1garbage"),
+        "no mapping": robot.raw(msgpack.packb([1])),
+        "no token": Gr00tRobot(gateway, "").call("ping"),
+        "wrong token": Gr00tRobot(gateway, "wrong").call("ping"),
+    }
+    words = {
+        "unknown": "endpoint must be get_action", "kill": "kill is refused", "no observation": "observation is missing",
+        "no camera": "is missing; embodiment", "no msgpack": "Not msgpack", "no mapping": "Expected a mapping",
+        "no token": "Unauthorized: Invalid API token", "wrong token": "Unauthorized: Invalid API token",
+    }  # fmt: skip
+    for name, word in words.items():
+        assert list(errors[name]) == ["error"] and word in errors[name]["error"], name
+
+
+def test_many_gr00t_clients_at_once(gateway: RunningGateway, exact: Gr00tPolicy) -> None:
+    fields = [observation(exact, LIBERO, seed=seed) for seed in range(6)]
+
+    def run(f: dict[str, Any]) -> list[tuple[Any, int]]:
+        robot = Gr00tRobot(gateway)
+        sent = {key: value for key, value in f.items() if key != "options"}
+        answers = [robot.call("get_action", {"observation": sent, "options": f["options"]}) for _ in range(4)]
+        return [({key: npy(value) for key, value in actions.items()}, info["wave_requests"])
+                for actions, info in answers]
+
+    with ThreadPoolExecutor(len(fields)) as pool:
+        results = list(pool.map(run, fields))
+    for f, answers in zip(fields, results, strict=True):
+        for actions, _ in answers:
+            assert not differences(actions, exact.get_action(f))
+    assert max(wave for answers in results for _, wave in answers) > 1
+
+
+def test_http_is_passed_on_as_it_is(gateway: RunningGateway, exact: Gr00tPolicy) -> None:
+    url = f"http://127.0.0.1:{gateway.port}/predictions/gr00t"
+    headers, body = as_msgpack(observation(exact, LIBERO, seed=4))
+    with local_session() as session:
+        def ask(key: str, body: bytes = body) -> requests.Response:
+            return session.post(url, data=body, headers={**headers, "Authorization": f"Bearer {key}"}, timeout=120)
+
+        actions, _ = read(ask(gateway.key))
+        assert not differences(actions, exact.get_action(observation(exact, LIBERO, seed=4)))
+        broken = ask(gateway.key, b"\xc1")
+        assert broken.status_code == 400 and broken.headers["Content-Type"] == "application/problem+json"
+        assert broken.json()["detail"].startswith("Not msgpack")
+        assert ask("wrong").status_code == 401 and ask("wrong").json()["type"] == "InvalidKeyException"
+        assert session.get(f"http://127.0.0.1:{gateway.port}/healthz", timeout=10).text == "OK\n"
+        assert session.get(f"http://127.0.0.1:{gateway.port}/", timeout=10).status_code == 426
+    assert gateway.metric('gateway_requests_total{protocol="http",status="200"}') == 1
+    assert gateway.metric('gateway_requests_total{protocol="http",status="400"}') == 1
+
+
+def test_keys_turn_over_while_robots_stay(robots: Robots, gateway: RunningGateway, exact: Gr00tPolicy) -> None:
+    """A robot's key goes on while its successor comes; the third key of a name ends the first."""
+    f = observation(exact, LIBERO, seed=1)
+    robots.start([as_openpi(f)], seconds=6)
+    old, gateway.key = gateway.key, new_key(gateway.keys, "fleet", 1)
+    robots.start([as_openpi(f)], seconds=1)
+    assert Gr00tRobot(gateway, old).call("ping") == Gr00tRobot(gateway).call("ping")
+    gateway.key = new_key(gateway.keys, "fleet", 1)
+    assert "Unauthorized" in Gr00tRobot(gateway, old).call("ping")["error"]
+    assert "error" not in Gr00tRobot(gateway).call("ping")
+    for _, answers in robots.answers():
+        for answer in answers:
+            check(answer, exact.get_action(f))
+
+
+def test_the_server_s_own_keys_expire_and_nobody_notices(gateway: RunningGateway, server: ShortLived,
+                                                        exact: Gr00tPolicy) -> None:
+    """Its key is renewed in time; the old one opens nothing any more."""
+    first = server.inference_key
+    robot, f = Gr00tRobot(gateway), observation(exact, LIBERO, seed=2)
+    want = exact.get_action(f)
+    sent = {key: value for key, value in f.items() if key != "options"}
+    deadline = time.monotonic() + EXPIRES + 15
+    while time.monotonic() < deadline:
+        actions, _ = robot.call("get_action", {"observation": sent, "options": f["options"]})
+        assert not differences({key: npy(value) for key, value in actions.items()}, want)
+        server.describe()
+        if server.inference_key != first and time.monotonic() > deadline - 12:
+            break
+        time.sleep(0.5)
+    assert server.inference_key != first
+    assert "renewed TorchServe's keys" in gateway.log.read_text()
+    headers, body = as_msgpack(f)
+    with local_session() as session:
+        for key, status in ((first, 400), (server.inference_key, 200)):
+            reply = session.post(server.predict_url, data=body, headers={**headers, "Authorization": f"Bearer {key}"},
+                                 timeout=60)  # fmt: skip
+            assert reply.status_code == status, reply.text
+
+
+def test_no_server_is_said_in_clear_words(server: ShortLived, exact: Gr00tPolicy, tmp_path: Path) -> None:
+    """TorchServe goes and comes: an error after the gateway's patience, answers again afterwards."""
+    gateway = RunningGateway(server, tmp_path, embodiment_tag=LIBERO, patience_s=2)
+    try:
+        robot, f = Gr00tRobot(gateway), observation(exact, LIBERO, seed=6)
+        data = {"observation": {key: value for key, value in f.items() if key != "options"}, "options": f["options"]}
+        assert len(robot.call("get_action", data)) == 2
+        server.stop()
+        late = {**data, "options": {**f["options"], "deadline_ms": (time.time() + 1) * 1e3}}
+        assert "504 Gateway Timeout: this observation waited past" in robot.call("get_action", late)["error"]
+        assert "no worker answered within 2 s" in robot.call("get_action", data)["error"]
+        server.start()
+        deadline = time.monotonic() + 60
+        while "error" in (answer := robot.call("get_action", data)):
+            assert time.monotonic() < deadline, answer
+        assert not differences({key: npy(value) for key, value in answer[0].items()}, exact.get_action(f))
+    finally:
+        assert gateway.stop() == 0
