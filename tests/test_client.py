@@ -39,7 +39,7 @@ from scripts.gr00t_client import (
     encode_jpeg,
     prepare_frames,
 )
-from scripts.package import build
+from scripts.package import ROOT, build
 from scripts.serve import Server, is_free, local_session, pick_ports
 from tests.client import arrived, as_json, as_msgpack, as_multipart, differences, post, read
 from tests.conftest import DROID, LIBERO, observation
@@ -398,6 +398,30 @@ def test_the_file_stands_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", imported], cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""},
                           capture_output=True, text=True)  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_the_python_of_the_page_on_clients_runs_as_written(
+    server: Server, policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
+    here = {"http://127.0.0.1:8080": server.inference_url, ".run/key_file.json": str(server.key_file),
+            "deadline=0.5": "deadline=60.0"}  # fmt: skip
+    frame = np.zeros((480, 640, 3), np.uint8)
+    fields = {
+        "video": {"image": frame, "wrist_image": frame},
+        "state": {"x": 0.1, "y": 0.0, "z": 0.2, "roll": 0.0, "pitch": 0.0, "yaw": 0.0, "gripper": [0.0, 0.0]},
+        "prompt": "pick up the red bowl",
+    }
+    for block in blocks[:2]:  # the third needs stubs that grpcio-tools makes
+        for there, value in here.items():
+            block = block.replace(there, value)
+        names: dict[str, Any] = {}
+        exec(block, names)
+        seed = names.get("seed", 7)
+        want = policy.get_action({**fields, "options": {"embodiment_tag": LIBERO, "seed": seed}})
+        assert differences(names["actions"], {key: value[0] for key, value in want.items()}) == []
 
 
 # ------------------------------------------------------------------------------------------------------ KServe's paths
