@@ -11,6 +11,7 @@ answer is the one that was lost. JPEG frames and the client's own resize need Op
 from __future__ import annotations
 
 import json
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -192,7 +193,8 @@ class Gr00tClient:
                     raise
                 key_was_read = True
             except Unavailable as error:
-                pause = wait if error.retry_after is None else error.retry_after
+                # Half to one and a half times: a fleet that was refused together must not come back together.
+                pause = wait * random.uniform(0.5, 1.5) if error.retry_after is None else error.retry_after
                 if repeated == self.retries or time.monotonic() + pause >= last:
                     raise
                 time.sleep(pause)
