@@ -21,7 +21,7 @@ from handler.problem import Problem
 from handler.wire import pointer, quote
 
 MAX_SEED = 2**63 - 1
-OPTIONS = ("embodiment_tag", "seed", "rtc", "timestamp", "deadline_ms")
+OPTIONS = ("embodiment_tag", "seed", "rtc", "timestamp", "deadline_ms", "prepared_with")
 KINDS = {dict: "a mapping", list: "a list", str: "a text", bytes: "bytes", bool: "a boolean", int: "a number",
          float: "a number", type(None): "nothing"}
 RTC_OPTIONS = ("action", "overlap_steps", "frozen_steps", "ramp_rate")
@@ -64,6 +64,7 @@ class Observation:
         instructions: B strings.
         seed: row i draws its noise from seed + i; None leaves the choice to the server.
         deadline: Unix time in seconds after which nobody wants the actions any more, or None.
+        prepared_with: the image recipe (see `ImageRecipe.describe`) that the client took the frames through, or None.
         batched: the request's arrays had the B axis, so the reply's have it.
         where: pointers to the client's own fields, for problems found later: "video.CAMERA", "language".
     """
@@ -76,6 +77,7 @@ class Observation:
     rtc: Rtc | None = None
     timestamp: float | int | str | None = None
     deadline: float | None = None
+    prepared_with: dict[str, Any] | None = None
     batched: bool = True
     where: dict[str, str] = field(default_factory=dict)
 
@@ -134,6 +136,7 @@ def check(
         rtc=_rtc(options, embodiment, rows),
         timestamp=_timestamp(options),
         deadline=_deadline(options),
+        prepared_with=_prepared_with(options),
         batched=any(size is not None for size in axes.values()),
         where={**{f"{m}.{k}": at for (m, k), (at, _) in given.items() if m != "language"}, "language": where},
     )
@@ -275,6 +278,20 @@ def _deadline(options: Mapping[str, Any]) -> float | None:
             "the headers X-Request-Timeout-Ms and X-Request-Start", pointer("options", "deadline_ms"),
         )  # fmt: skip
     return float(value) / 1000
+
+
+def _prepared_with(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    value = options.get("prepared_with")
+    if value is None:
+        return None
+    # Numbers and lists of numbers alone: arrays would not compare.
+    if not isinstance(value, Mapping) or not all(
+        isinstance(item, (int, float)) or (isinstance(item, list) and set(map(type, item)) <= {int})
+        for item in value.values()
+    ):
+        raise Problem(422, "options.prepared_with must be a mapping of numbers and lists of numbers, the contract's "
+                      f"image_recipe; got {_kind(value)}", pointer("options", "prepared_with"))  # fmt: skip
+    return dict(value)
 
 
 def _rtc(options: Mapping[str, Any], embodiment: Embodiment, rows: int) -> Rtc | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import math
 import secrets
@@ -31,7 +32,7 @@ from handler.observation import Limits, Observation, check
 from handler.problem import Problem
 from handler.prompt import PromptEncoder, load_tokenizer
 from handler.resize import Resizer
-from handler.transforms import ImageRecipe, Size, image_grid
+from handler.transforms import PREPARED, ImageRecipe, Size, image_grid
 from handler.wire import pointer
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Row:
         embodiment: chooses the weight set and how the chunk is decoded.
         grids: patch grids of its images, in (timestep, camera) order; rows join one forward when these agree.
         frames: its cameras' frames, uint8 (H, W, 3) each, in that order, as one flat tensor; sizes: their (H, W).
+        prepared: the client took the frames through the recipe; see `handler.observation`.
         input_ids, positions: int64 (L,) and (3, L).
         state: float32 (T * max_state_dim,), normalised.
         raw_state: {key: float32 (T, width)}, physical units; relative actions refer to its last row.
@@ -63,6 +65,7 @@ class Row:
     grids: tuple[Grid, ...]
     frames: torch.Tensor
     sizes: tuple[Size, ...]
+    prepared: bool
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     state: Float32
@@ -230,10 +233,17 @@ class Gr00tPolicy:
         """
         c, e = self.config, observation.embodiment
         sizes = [observation.video[camera].shape[2:4] for camera in e.cameras]
+        prepared = self._prepared(observation)
+        recipe = PREPARED if prepared else self.recipe
         grids = []
         for camera, size in zip(e.cameras, sizes, strict=True):
             try:
-                grids.append(image_grid(size, self.recipe, c.vision))
+                if prepared and not self.recipe.makes(*size):
+                    raise ValueError(
+                        f"{size[0]} x {size[1]} (height x width) does not come out of the recipe that "
+                        "options.prepared_with names; send what comes out of it, or the camera's own without the option"
+                    )
+                grids.append(image_grid(size, recipe, c.vision))
             except ValueError as error:
                 raise Problem(422, f"this image cannot be used: {error}", observation.where.get(f"video.{camera}")
                               ) from None
@@ -281,6 +291,7 @@ class Gr00tPolicy:
                     grids=row_grids,
                     frames=frames[b],
                     sizes=row_sizes,
+                    prepared=prepared,
                     input_ids=ids,
                     positions=positions,
                     state=states[b].reshape(-1),
@@ -293,6 +304,15 @@ class Gr00tPolicy:
             )
 
         return rows
+
+    def _prepared(self, observation: Observation) -> bool:
+        """Whether the client took the frames through the recipe. Raises Problem 422 when it was another one."""
+        own = self.recipe.describe()
+        if observation.prepared_with not in (None, own):
+            raise Problem(422, f"options.prepared_with is not this checkpoint's recipe, {json.dumps(own)}: prepare the "
+                          "frames with that, or send the camera's own without this option",
+                          pointer("options", "prepared_with"))  # fmt: skip
+        return observation.prepared_with is not None
 
     def _pack(self, frames: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
         """Frames uint8 (B, H, W, 3) each -> a copy (B, values), those of a row one after the other; on a GPU, where it
@@ -387,8 +407,9 @@ class Gr00tPolicy:
         assert self.engine is not None
         hosts = [
             HostRow(
-                row.frames, row.sizes, row.input_ids, row.positions, row.state, self.weight_set[row.embodiment.id],
-                row.seed, row.prefix, None if row.prefix is None else self._velocity_scale(row),
+                row.frames, row.sizes, row.prepared, row.input_ids, row.positions, row.state,
+                self.weight_set[row.embodiment.id], row.seed, row.prefix,
+                None if row.prefix is None else self._velocity_scale(row),
             )
             for row in rows
         ]  # fmt: skip
@@ -457,7 +478,8 @@ class Gr00tPolicy:
             at = [b for b, row in enumerate(rows) if row.grids == grids]
             values = frame_values(grids, vision)
             images = torch.empty(len(at), sum(values), dtype=torch.uint8, device=self.device)
-            self.resizer([rows[b].frames for b in at], [rows[b].sizes for b in at], images)
+            frames, sizes, prepared = zip(*[(rows[b].frames, rows[b].sizes, rows[b].prepared) for b in at], strict=True)
+            self.resizer(frames, sizes, prepared, images)
             patches = [
                 cut_patches(piece.reshape(-1, h * vision.patch_size, w * vision.patch_size, 3), vision, self.dtype)
                 for piece, (h, w) in zip(images.split(values, dim=1), grids, strict=True)
@@ -551,6 +573,7 @@ class Gr00tPolicy:
             "embodiments": embodiments,
             **({"default_embodiment": self.default_tag} if self.default_tag else {}),
             "limits": vars(self.limits),
+            "image_recipe": self.recipe.describe(),
             "checkpoint": self.checkpoint,
             "dtype": str(self.dtype).removeprefix("torch."),
             "example": {

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from handler.transforms import ImageRecipe, Size, crop_offset, model_frame
+from handler.transforms import PREPARED, ImageRecipe, Size, crop_offset, model_frame
 
 try:
     import triton
@@ -281,32 +281,37 @@ class Resizer:
         self.on_host = device.type != "cuda" or triton is None
         self._plan = lru_cache(maxsize=64)(self._tables)  # by camera size, which clients choose
 
-    def __call__(self, rows: Sequence[Tensor], sizes: Sequence[tuple[Size, ...]], out: Tensor) -> None:
+    def __call__(
+        self, rows: Sequence[Tensor], sizes: Sequence[tuple[Size, ...]], prepared: Sequence[bool], out: Tensor
+    ) -> None:
         """Fills the first rows of `out`, uint8 (R, values) on the device: a row's images (h, w, 3) one after the other.
 
         rows: uint8, a row's frames (H, W, 3) of these sizes one after the other; best on the device already, except
             `on_host`.
+        prepared: whether a row's frames went through the recipe before they came, so that Qwen's resize alone is left.
         """
+        recipes = [PREPARED if done else self.recipe for done in prepared]
         if self.on_host:
             images = torch.empty(len(rows), out.shape[1], dtype=torch.uint8)
-            for row, row_sizes, place in zip(rows, sizes, images.numpy(), strict=True):
+            for row, row_sizes, recipe, place in zip(rows, sizes, recipes, images.numpy(), strict=True):
                 at = put = 0
                 for height, width in row_sizes:
                     frame = row[at : at + height * width * 3].view(height, width, 3).numpy()
-                    image = model_frame(frame, self.recipe)
+                    image = model_frame(frame, recipe)
                     place[put : put + image.size] = image.reshape(-1)
                     at, put = at + frame.size, put + image.size
             out[: len(rows)].copy_(images)
             return
         rows = [row.to(self.device, non_blocking=True) for row in rows]
-        groups: dict[Size, list[tuple[int, int]]] = {}  # by size: addresses of the frames and of their images
-        for b, (row, row_sizes) in enumerate(zip(rows, sizes, strict=True)):
+        # Addresses of the frames and of their images, by what is done with them.
+        groups: dict[tuple[ImageRecipe, Size], list[tuple[int, int]]] = {}
+        for b, (row, row_sizes, recipe) in enumerate(zip(rows, sizes, recipes, strict=True)):
             at, put = row.data_ptr(), out.data_ptr() + b * out.shape[1]
             for size in row_sizes:
-                groups.setdefault(size, []).append((at, put))
-                at, put = at + size[0] * size[1] * 3, put + self._plan(size)[-1].values
-        for size, places in groups.items():
-            self._run(np.array(places, np.int64), self._plan(size))
+                groups.setdefault((recipe, size), []).append((at, put))
+                at, put = at + size[0] * size[1] * 3, put + self._plan(recipe, size)[-1].values
+        for key, places in groups.items():
+            self._run(np.array(places, np.int64), self._plan(*key))
 
     def warm_up(self) -> None:
         """Compiles the kernel in each of its kinds."""
@@ -321,8 +326,8 @@ class Resizer:
             launch = self._launch(resize_step(size, window, target, method))
             self._run(np.array([[frame.data_ptr(), out.data_ptr()]]), [launch])
 
-    def _tables(self, size: Size) -> list[Launch]:
-        return [self._launch(step) for step in steps_of(self.recipe, *size)]
+    def _tables(self, recipe: ImageRecipe, size: Size) -> list[Launch]:
+        return [self._launch(step) for step in steps_of(recipe, *size)]
 
     def _launch(self, step: Step) -> Launch:
         tables = (step.y.index, step.y.weight, step.x.index, step.x.weight)

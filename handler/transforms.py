@@ -34,7 +34,7 @@ class ImageRecipe:
 
     albumentations: cv2 INTER_AREA and a fractional centre crop; otherwise torchvision's bilinear resize and a centre
         crop in pixels.
-    edge: shortest edge after a resize, or None for exactly `target` (height, width).
+    edge: shortest edge after a resize, or None for exactly `target` (height, width); without both nothing is resized.
     """
 
     albumentations: bool
@@ -101,10 +101,25 @@ class ImageRecipe:
         second = self._resized(*cropped)
         return [boxed, first, cropped, second, qwen_size(*second)]
 
+    def makes(self, height: int, width: int) -> bool:
+        """Whether the checkpoint's own steps, before Qwen's, turn frames of some size into (height, width) ones."""
+        if self.edge is None:
+            return (height, width) == self.target
+        short = max(1, int(self.edge * self.crop_fraction))  # of the crop; every long side from there on occurs
+        near = int(max(height, width) * short / self.edge)
+        longs = (short,) if self.letter_box else (near, near + 1)
+        return any((height, width) in (self._resized(short, n), self._resized(n, short)) for n in longs if n >= short)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as plain JSON without nulls, as the contract gives them to clients."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(self).items() if value is not None
+        }  # fmt: skip
+
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if self.edge is None:
-            assert self.target is not None
-            return self.target
+            return self.target or (height, width)
         scale = self.edge / min(height, width)
         return round(height * scale), round(width * scale)
 
@@ -135,6 +150,10 @@ class ImageRecipe:
         above, before = max(-top, 0), max(-left, 0)
         frame = np.pad(frame, ((above, max(h - height - above, 0)), (before, max(w - width - before, 0)), (0, 0)))
         return np.ascontiguousarray(frame[top + above : top + above + h, left + before : left + before + w])
+
+
+# What is left of a recipe for frames that the client took through it: nothing. Qwen's own resize is the server's.
+PREPARED = ImageRecipe(True, letter_box=False, edge=None, crop_fraction=1.0, target=None, crop=None)
 
 
 def crop_offset(recipe: ImageRecipe, size: Size, cropped: Size) -> Size:

@@ -49,13 +49,15 @@ def test_what_an_earlier_wave_left_in_the_padding_changes_no_bit(fused: Gr00tPol
     engine = fused.engine
     assert engine is not None
     grids = rows[0].grids
-    hosts = [HostRow(r.frames, r.sizes, r.input_ids, r.positions, r.state, 0, r.seed, None, None) for r in rows]
+    hosts = [
+        HostRow(r.frames, r.sizes, r.prepared, r.input_ids, r.positions, r.state, 0, r.seed, None, None) for r in rows
+    ]
     tokens = engine.tokens(grids, max(len(row.input_ids) for row in rows))
     plan, tables = engine.fused.plan(grids, tokens), engine.fused.tables(grids)
 
     def forward(used: tuple[torch.Tensor, Buffers], hosts: list[HostRow]) -> torch.Tensor:
         frames, buffers = used
-        fused.resizer([host.frames for host in hosts], [host.sizes for host in hosts], frames)
+        fused.resizer([host.frames for host in hosts], [host.sizes for host in hosts], [False] * len(hosts), frames)
         buffers.load(hosts, engine.images(grids), engine.generator)
         start = engine.fused.begin(buffers.inputs, plan)
         return engine.fused.act(buffers.inputs, start, engine.fused.encode_images(frames, grids, tables), plan)

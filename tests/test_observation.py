@@ -384,6 +384,10 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
         ({"options/timestamp": value}, 422, "/options/timestamp", "finite number")
         for value in TIMESTAMPS
     ],
+    *[
+        ({"options/prepared_with": value}, 422, "/options/prepared_with", "must be a mapping of numbers")
+        for value in (True, "yes", [1], {"edge": np.zeros(3)}, {"edge": [256, np.zeros(3)]}, {"edge": "256"}, {"": b""})
+    ],
     # real-time chunking
     ({"options/rtc": [1]}, 422, "/options/rtc", "must be a mapping, got a list"),
     ({"options/rtc": rtc(overlap=3)}, 422, "/options/rtc/overlap", "did you mean 'overlap_steps'?"),
@@ -590,7 +594,8 @@ VALUES = st.recursive(
     max_leaves=12,
 )
 PATHS = ["video", "images", "state", "language", "options", "prompt", V, "video/wrist_image", X, "state/yaw", G, L,
-         "options/seed", "options/timestamp", "options/embodiment_tag", "options/rtc", "options/rtc/action",
+         "options/seed", "options/timestamp", "options/embodiment_tag", "options/prepared_with", "options/rtc",
+         "options/rtc/action",
          "options/rtc/overlap_steps", "options/rtc/frozen_steps", "options/rtc/ramp_rate", "options/rtc/action/x",
          "video.image", "state.x", "images.image", TASK, "language.x", E9, EXTERIOR]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import torch
 
 from handler.policy import Actions, Gr00tPolicy
 from handler.problem import Problem
+from handler.transforms import ImageRecipe
 from tests.conftest import DROID, LIBERO, observation, predict, rows_of
+from tests.test_transforms import RECIPES
 
 PITCH = [0.585219, 0.173371, -1.210474, -1.210474]
 GRIPPER = [-1.2871, 0.684542, -0.911022, -0.384317]
@@ -102,6 +106,54 @@ def test_every_input_moves_the_actions(policy: Gr00tPolicy) -> None:
     assert not np.array_equal(policy.get_action(changed)["gripper_position"], want)
     changed = observation(policy, DROID, seed=1, prompt="close the drawer")
     assert not np.array_equal(policy.get_action(changed)["gripper_position"], want)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "engine"])
+def any_policy(request: pytest.FixtureRequest, checkpoint: Path) -> Gr00tPolicy:
+    return Gr00tPolicy(checkpoint, engine=request.param)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_frames_that_the_client_prepared_give_the_same_actions(
+    any_policy: Gr00tPolicy, monkeypatch: pytest.MonkeyPatch, recipe: ImageRecipe
+) -> None:
+    policy = any_policy
+    monkeypatch.setattr(policy, "recipe", recipe)
+    monkeypatch.setattr(policy.resizer, "recipe", recipe)
+    for seed, size in enumerate([(37, 53), (480, 640), (601, 300)]):
+        whole = observation(policy, LIBERO if seed % 2 else DROID, seed, size)
+        prepared = {
+            **whole,
+            "video": {key: np.stack([[recipe(f) for f in row] for row in v]) for key, v in whole["video"].items()},
+            "options": {**whole["options"], "prepared_with": policy.describe()["image_recipe"]},
+        }
+        want = policy.get_action(whole)
+        assert_same(policy.get_action(prepared), want)
+        rows = rows_of(policy, whole, prepared)  # side by side, too
+        assert policy.shape(rows[0]) == policy.shape(rows[1])
+        for got, same in zip(predict(policy, rows), predict(policy, [rows[0], rows[0]]), strict=True):
+            assert_same(got, same)
+
+
+@pytest.mark.parametrize(
+    ("size", "recipe", "pointer", "fragment"),
+    [
+        ((256, 256), {"edge": 224}, "/options/prepared_with", '"edge": 256'),
+        ((256, 256), {"target": [256, 256]}, "/options/prepared_with", "is not this checkpoint's recipe"),
+        ((480, 640), {}, "/video/image", "480 x 640 (height x width) does not come out of the recipe"),
+        ((255, 340), {}, "/video/image", "255 x 340"),
+        ((256, 60000), {}, "/video/image", "200 times"),
+    ],
+)
+def test_prepared_frames_that_cannot_be_are_refused(
+    policy: Gr00tPolicy, size: tuple[int, int], recipe: dict[str, Any], pointer: str, fragment: str
+) -> None:
+    fields = observation(policy, LIBERO)
+    fields["video"]["image"] = np.zeros((1, 1, *size, 3), np.uint8)
+    fields["options"]["prepared_with"] = {**policy.recipe.describe(), **recipe}
+    with pytest.raises(Problem) as caught:
+        policy.prepare(policy.check(fields))
+    assert (caught.value.status, caught.value.pointer) == (422, pointer) and fragment in caught.value.detail
 
 
 @pytest.mark.parametrize("tag", [LIBERO, DROID])

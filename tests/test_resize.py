@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from handler.resize import AREA, FIXED, INT16, MEAN, Resizer, resize_step, resize_twin, steps_of
-from handler.transforms import ImageRecipe, Size, model_frame
+from handler.transforms import PREPARED, ImageRecipe, Size, model_frame
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on a GPU; its twin ran")
 
@@ -25,6 +25,7 @@ RECIPES = {
     "whole": ImageRecipe.from_json({"use_albumentations": True, "crop_fraction": 1.0}),
     "torchvision": ImageRecipe.from_json({"image_target_size": [224, 224], "image_crop_size": [230, 201]}),
     "torchvision crop": ImageRecipe.from_json({"image_target_size": [256, 320], "image_crop_size": [225, 300]}),
+    "prepared": PREPARED,
 }
 SIZES = [(256, 256), (180, 320), (480, 640), (512, 512), (768, 1024), (240, 320), (720, 1280), (1080, 1920), (33, 47),
          (257, 300), (1, 1), (2, 90), (1024, 300), (100, 224)]  # fmt: skip
@@ -87,11 +88,11 @@ def test_every_way_of_rounding_is_met() -> None:
     assert len(steps_of(RECIPES["whole"], 256, 256)) == 1  # nothing to do is a step, too
 
 
-def fill(resizer: Resizer, rows: list[list[Any]], device: str) -> list[np.ndarray[Any, Any]]:
+def fill(resizer: Resizer, rows: list[list[Any]], prepared: list[bool], device: str) -> list[np.ndarray[Any, Any]]:
     packed = [torch.from_numpy(np.concatenate([frame.reshape(-1) for frame in row])) for row in rows]
-    values = sum(model_frame(frame, resizer.recipe).size for frame in rows[0])
+    values = sum(model_frame(frame, resizer.recipe).size for frame in rows[0])  # the first row is not prepared
     out = torch.full((len(rows) + 1, values), 7, dtype=torch.uint8, device=device)
-    resizer(packed, [tuple(frame.shape[:2] for frame in row) for row in rows], out)
+    resizer(packed, [tuple(frame.shape[:2] for frame in row) for row in rows], prepared, out)
     assert (out[-1] == 7).all()  # rows that the wave does not fill stay as they are
     return list(out[:-1].cpu().numpy())
 
@@ -99,7 +100,8 @@ def fill(resizer: Resizer, rows: list[list[Any]], device: str) -> list[np.ndarra
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_wave_of_mixed_cameras(name: str, device: str) -> None:
-    """Rows of two cameras each; sizes differ between rows and cameras, the images' sizes do not."""
+    """Rows of two cameras each; sizes differ between rows and cameras, the images' sizes do not. Every other row went
+    through the recipe before it came."""
     recipe = RECIPES[name]
     resizer = Resizer(recipe, torch.device(device))
     groups: dict[tuple[Size, ...], list[Size]] = {}
@@ -107,6 +109,8 @@ def test_a_wave_of_mixed_cameras(name: str, device: str) -> None:
         groups.setdefault((recipe.sizes(*size)[-1],), []).append(size)
     for sizes in groups.values():
         rows = [[picture(first, n), picture(sizes[-1 - n], 50 + n)] for n, first in enumerate(sizes)]
-        for row, got in zip(rows, fill(resizer, rows, device), strict=True):
+        prepared = [n % 2 == 1 for n in range(len(rows))]
+        sent = [[recipe(frame) for frame in row] if done else row for row, done in zip(rows, prepared, strict=True)]
+        for row, got in zip(rows, fill(resizer, sent, prepared, device), strict=True):
             want = np.concatenate([model_frame(frame, recipe).reshape(-1) for frame in row])
             np.testing.assert_array_equal(got, want)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from handler.gr00t.model import VisionConfig, cut_patches
-from handler.transforms import MAX_PIXELS, ImageRecipe, image_grid, interpolate, model_frame, qwen_size
+from handler.transforms import MAX_PIXELS, PREPARED, ImageRecipe, image_grid, interpolate, model_frame, qwen_size
 
 VISION = VisionConfig()
 # height, width, seed, shortest edge, crop, letterbox, shape, sha256: what the training code made of these images.
@@ -76,6 +76,31 @@ def test_grid_is_known_without_a_pixel(recipe: ImageRecipe, size: tuple[int, int
         assert boxed == (max(size),) * 2
     if not recipe.albumentations:
         assert (first, cropped, second) == (recipe.target, recipe.crop, recipe.target)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, albumentations(8, 0.9), albumentations(100, 0.3), albumentations(20, 1)])
+def test_the_sizes_that_a_recipe_makes(recipe: ImageRecipe) -> None:
+    """Exactly those of the second resize of any frame."""
+    edge = recipe.edge or 9
+    frames = [size for n in range(edge, 12 * edge) for size in ((edge, n), (n, edge))]
+    made = {recipe.sizes(*size)[3] for size in frames}
+    assert all(recipe.makes(*size) for size in made)
+    near = range(max(1, edge - 3), edge + 20)
+    for size in {*frames, *((h, w) for h in near for w in near), (1, edge), (edge, 1)}:
+        if max(size) < 10 * edge:  # longer ones may come out of longer frames
+            assert recipe.makes(*size) == (size in made), size
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("size", [(1, 1), (37, 53), (256, 256), (480, 640), (50, 900), (601, 7)])
+def test_a_frame_that_went_through_the_recipe_needs_qwens_resize_alone(
+    recipe: ImageRecipe, size: tuple[int, int]
+) -> None:
+    frame = picture(*size)
+    sent = recipe(frame)
+    assert recipe.makes(*sent.shape[:2])
+    assert image_grid(sent.shape[:2], PREPARED, VISION) == image_grid(size, recipe, VISION)
+    np.testing.assert_array_equal(model_frame(sent, PREPARED), model_frame(frame, recipe))
 
 
 def test_patch_order() -> None:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 Grids = tuple[Grid, ...]
-Resize = Callable[[Sequence[Tensor], Sequence[tuple[tuple[int, int], ...]], Tensor], None]
+Resize = Callable[[Sequence[Tensor], Sequence[tuple[tuple[int, int], ...]], Sequence[bool], Tensor], None]
 Key = tuple[Grids, int, int]  # a rung: grids, rows, tokens
 Tables = dict[Grid, tuple[Tensor, Tensor, Tensor]]  # per distinct grid its position table and rotary cos and sin
 
@@ -451,12 +451,13 @@ def padded_length(grids: Grids, length: int, vision: VisionConfig) -> int:
 class HostRow:
     """One row on the host: what `Inputs` joins.
 
-    frames, sizes, seed, prefix (overlap, A) or None, velocity_scale (H,) or None: see `policy.Row`; input_ids: int64
-    (L,); positions: int64 (3, L); state: float32; embodiment: the index into the engine's weight sets.
+    frames, sizes, prepared, seed, prefix (overlap, A) or None, velocity_scale (H,) or None: see `policy.Row`;
+    input_ids: int64 (L,); positions: int64 (3, L); state: float32; embodiment: the index into the engine's weight sets.
     """
 
     frames: Tensor
     sizes: tuple[tuple[int, int], ...]
+    prepared: bool
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     state: NDArray[np.float32]
@@ -555,7 +556,8 @@ class Engine:
 
     Args:
         fused: the network.
-        resize: fills a tensor with images from rows' frames and their sizes, see `resize.Resizer`.
+        resize: fills a tensor with images from rows' frames, their sizes and whether they are prepared, see
+            `resize.Resizer`.
         max_rows: the largest row rung.
         row_rungs: by default ROW_RUNGS up to max_rows.
         spare_graphs: rungs to keep beside the ladders of `warm_up`; the least recently used goes first.
@@ -616,7 +618,7 @@ class Engine:
             return self._run(rows, grids, wanted, tokens)
         rung = self.rungs[key]
         self.rungs.move_to_end(key)
-        self.resize([row.frames for row in rows], [row.sizes for row in rows], rung.vision.frames)
+        self._resize(rows, rung.vision.frames)
         rung.vision.graph.replay()
         with torch.cuda.stream(self._stream):  # while the vision tower runs
             rung.buffers.load(rows, self.images(grids), self.generator)
@@ -631,13 +633,16 @@ class Engine:
         """One forward without graphs."""
         fused = self.fused
         frames = fused.frames(wanted, grids)
-        self.resize([row.frames for row in rows], [row.sizes for row in rows], frames)
+        self._resize(rows, frames)
         buffers = Buffers(fused, wanted, tokens)
         buffers.load(rows, self.images(grids), self.generator)
         plan = fused.plan(grids, tokens)
         vision_tokens = fused.encode_images(frames, grids, fused.tables(grids))
         chunks = fused.act(buffers.inputs, fused.begin(buffers.inputs, plan), vision_tokens, plan)
         return chunks.float().cpu().numpy()[: len(rows)]
+
+    def _resize(self, rows: Sequence[HostRow], frames: Tensor) -> None:
+        self.resize([row.frames for row in rows], [row.sizes for row in rows], [row.prepared for row in rows], frames)
 
     def _graph(self, run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
         """`run` captured, and what it returned, whose memory every replay fills anew."""
