@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,6 +207,11 @@ class RunningGateway:
     def stop(self) -> int:
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(60)
+
+    def status(self) -> dict[str, Any]:
+        with local_session() as session:
+            status: dict[str, Any] = session.get(f"http://127.0.0.1:{self.admin_port}/status.json", timeout=10).json()
+            return status
 
     def metric(self, name: str) -> float:
         with local_session() as session:
@@ -490,9 +496,18 @@ def test_http_is_passed_on_as_it_is(gateway: RunningGateway, exact: Gr00tPolicy)
 def test_keys_turn_over_while_robots_stay(robots: Robots, gateway: RunningGateway, exact: Gr00tPolicy) -> None:
     """A robot's key goes on while its successor comes; the third key of a name ends the first."""
     f = observation(exact, LIBERO, seed=1)
-    robots.start([as_openpi(f)], seconds=6)
+
+    def connected(count: int) -> None:
+        deadline = time.monotonic() + 60
+        while sum(robot["protocol"] == "openpi" for robot in gateway.status()["robots"]) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    robots.start([as_openpi(f)], seconds=10)
+    connected(1)
     old, gateway.key = gateway.key, new_key(gateway.keys, "fleet", 1)
     robots.start([as_openpi(f)], seconds=1)
+    connected(2)
     assert Gr00tRobot(gateway, old).call("ping") == Gr00tRobot(gateway).call("ping")
     gateway.key = new_key(gateway.keys, "fleet", 1)
     assert "Unauthorized" in Gr00tRobot(gateway, old).call("ping")["error"]
@@ -545,3 +560,31 @@ def test_no_server_is_said_in_clear_words(server: ShortLived, exact: Gr00tPolicy
         assert not differences({key: npy(value) for key, value in answer[0].items()}, exact.get_action(f))
     finally:
         assert gateway.stop() == 0
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_the_status_page_in_a_browser(gateway: RunningGateway, exact: Gr00tPolicy, tmp_path: Path) -> None:
+    """It shows what the gateway counts, and a robot's text as text."""
+    robot, f = Gr00tRobot(gateway), observation(exact, LIBERO, seed=2)
+    sent = {key: value for key, value in f.items() if key != "options"}
+    before = {robot["number"] for robot in gateway.status()["robots"]}
+    for _ in range(3):
+        assert len(robot.call("get_action", {"observation": sent, "options": f["options"]})) == 2
+    evil = "<img src=x onerror=document.title='pwned'>"
+    assert "unknown field" in robot.call("get_action", {"observation": {**sent, evil: 1}, "options": None})["error"]
+    assert BROWSER is not None
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+               "--virtual-time-budget=4000", "--dump-dom", f"http://127.0.0.1:{gateway.admin_port}/"]  # fmt: skip
+    page = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    status = gateway.status()
+    mine = [r for r in status["robots"] if r["number"] not in before]
+    assert [(r["protocol"], r["requests"], r["failures"]) for r in mine] == [("gr00t", 4, 1)]
+    assert f'<b id="robots_count">{len(status["robots"])}</b>' in page
+    assert f'<b id="workers_ready">{status["workers_ready"]}</b>' in page and status["workers_ready"] == 1
+    for failure, count in status["failures"].items():
+        assert f"<td>{failure}</td><td class=\"n\">{count}</td>" in page
+    assert "&lt;img src=x" in page and "<img" not in page and "pwned'</title>" not in page
+    assert f'checkpoint {status["checkpoint"]}' in page
