@@ -469,8 +469,9 @@ def test_many_gr00t_clients_at_once(gateway: RunningGateway, exact: Gr00tPolicy)
     with ThreadPoolExecutor(len(fields)) as pool:
         results = list(pool.map(run, fields))
     for f, answers in zip(fields, results, strict=True):
+        want = exact.get_action(f)
         for actions, _ in answers:
-            assert not differences(actions, exact.get_action(f))
+            assert not differences(actions, want)
     assert max(wave for answers in results for _, wave in answers) > 1
 
 
@@ -512,9 +513,10 @@ def test_keys_turn_over_while_robots_stay(robots: Robots, gateway: RunningGatewa
     gateway.key = new_key(gateway.keys, "fleet", 1)
     assert "Unauthorized" in Gr00tRobot(gateway, old).call("ping")["error"]
     assert "error" not in Gr00tRobot(gateway).call("ping")
+    want = exact.get_action(f)
     for _, answers in robots.answers():
         for answer in answers:
-            check(answer, exact.get_action(f))
+            check(answer, want)
 
 
 def test_the_server_s_own_keys_expire_and_nobody_notices(gateway: RunningGateway, server: ShortLived,
@@ -544,7 +546,7 @@ def test_the_server_s_own_keys_expire_and_nobody_notices(gateway: RunningGateway
 
 def test_no_server_is_said_in_clear_words(server: ShortLived, exact: Gr00tPolicy, tmp_path: Path) -> None:
     """TorchServe goes and comes: an error after the gateway's patience, answers again afterwards."""
-    gateway = RunningGateway(server, tmp_path, embodiment_tag=LIBERO, patience_s=2)
+    gateway = RunningGateway(server, tmp_path, embodiment_tag=LIBERO, patience_s=5)
     try:
         robot, f = Gr00tRobot(gateway), observation(exact, LIBERO, seed=6)
         data = {"observation": {key: value for key, value in f.items() if key != "options"}, "options": f["options"]}
@@ -552,7 +554,7 @@ def test_no_server_is_said_in_clear_words(server: ShortLived, exact: Gr00tPolicy
         server.stop()
         late = {**data, "options": {**f["options"], "deadline_ms": (time.time() + 1) * 1e3}}
         assert "504 Gateway Timeout: this observation waited past" in robot.call("get_action", late)["error"]
-        assert "no worker answered within 2 s" in robot.call("get_action", data)["error"]
+        assert "no worker answered within 5 s" in robot.call("get_action", data)["error"]
         server.start()
         deadline = time.monotonic() + 60
         while "error" in (answer := robot.call("get_action", data)):
