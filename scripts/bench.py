@@ -331,8 +331,9 @@ def figures(load: dict[str, float], tally: Tally, in_force: dict[str, int],
 
     Latencies are milliseconds of the requests that were answered: in a closed loop from sending, in an open one from
     when the request was due, whether or not a client was free then. `forward_share`: time in forwards, each wave
-    counted once, of the elapsed time of all workers. `share_of_ceiling`: requests/s of the policy's own rows/s at the
-    most rows that a forward can have here, on each GPU that has a worker.
+    counted once, of the elapsed time of all workers; an upper bound of the accelerator's busy time. `client_cores`: CPU
+    time of all clients together by elapsed time. `share_of_ceiling`: requests/s of the policy's own rows/s at the most
+    rows that a forward can have here, on each GPU that has a worker.
     """
     open_loop = "rate" in load
     good = [record for record in tally.records if record[3] == "200"]
@@ -364,7 +365,7 @@ def figures(load: dict[str, float], tally: Tally, in_force: dict[str, int],
         **({"ceiling_rows": rows, "ceiling_requests_per_s": round(most, 2), "share_of_ceiling": round(rate / most, 3)}
            if most else {}),
         "requests_by_wave_size": {str(size): waves[size] for size in sorted(waves)},
-        "client_cores": round(tally.cpu_s / elapsed, 2) if elapsed else 0.0,
+        "client_cores": round(tally.cpu_s / elapsed, 3) if elapsed else 0.0,
         "largest_difference_from_solo": max(tally.differences, default=None),
     }  # fmt: skip
 
@@ -443,6 +444,7 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
     setups = [parse_setup(text, args.overlay, temp / "overlays") for text in args.compare]
     steps = loads(args)
     report: dict[str, Any] = {"command": command("bench"), "machine": machine(), "ceiling": []}
+    report["machine"]["torch_threads"] = str(torch.get_num_threads())
     print(f"{report['machine']['gpu']} / {report['machine']['cpu']}")
     bodies, right = alone(setups, steps, args, temp, report) if args.ceiling_rows else ({}, {})
     with contextlib.ExitStack() as stack:
@@ -567,51 +569,52 @@ def plot(report: dict[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps = [step for line in report["lines"] for step in line["steps"]]
-    counts = sorted({step["clients"] for step in steps if "rate" not in step})
-    rates = sorted({step["rate"] for step in steps if "rate" in step})
-    figure, axes = plt.subplots(1, 2 * bool(counts) + bool(rates), figsize=(6.2 * (2 * bool(counts) + bool(rates)), 5),
-                                squeeze=False)  # fmt: skip
-    panels = list(axes[0])
-    setups = list(dict.fromkeys(line["setup"] for line in report["lines"]))
-    kinds = list(dict.fromkeys((line["protocol"], line["encoding"]) for line in report["lines"]))
-    for line in report["lines"]:
-        kind = (line["protocol"], line["encoding"])
-        style: dict[str, Any] = {"color": f"C{setups.index(line['setup'])}", "marker": "os^D"[kinds.index(kind) % 4]}
-        label = f"{line['setup']}{f' ({kind[0]}, {kind[1]})' if len(kinds) > 1 else ''}"
+    lines = report["lines"]
+    counts = sorted({step["clients"] for line in lines for step in line["steps"] if "rate" not in step})
+    opened = any("rate" in step for line in lines for step in line["steps"])
+    width = 2 * bool(counts) + opened
+    figure, axes = plt.subplots(1, width, figsize=(max(7, 5.5 * width), 5.5), squeeze=False)
+    throughput, latency, arrivals = axes[0][0], axes[0][min(1, width - 1)], axes[0][-1]
+    setups = list(dict.fromkeys(line["setup"] for line in lines))
+    kinds = list(dict.fromkeys((line["protocol"], line["encoding"]) for line in lines))
+    for line in lines:
+        kind = kinds.index((line["protocol"], line["encoding"]))
+        style: dict[str, Any] = {"color": f"C{setups.index(line['setup'])}", "marker": "os^D"[kind]}
+        label = line["setup"] + (f" ({line['protocol']}, {line['encoding']})" if len(kinds) > 1 else "")
         closed = [step for step in line["steps"] if "rate" not in step and step["requests"]]
-        x = [step["clients"] for step in closed]
         if closed:
-            panels[0].plot(x, [step["requests_per_s"] for step in closed], label=label, **style)
-            panels[1].plot(x, [step["p50_ms"] for step in closed], label=f"{label}, median", **style)
-            panels[1].plot(x, [step["p95_ms"] for step in closed], ":", label=f"{label}, 95th percentile", **style)
-        if closed and "share_of_ceiling" in closed[0] and kind == kinds[0]:
-            panels[0].plot(x, [step["ceiling_requests_per_s"] for step in closed], "--", color=style["color"],
-                           alpha=0.6, label=f"{line['setup']}: ceiling, the policy alone")  # fmt: skip
-        opened = [step for step in line["steps"] if "rate" in step and step["requests"]]
-        for key, name, dash in (("p50_ms", "median", "-"), ("p99_ms", "99th percentile", ":")):
-            if opened:
-                panels[-1].plot([step["rate"] for step in opened], [step[key] for step in opened], dash,
-                                label=f"{label}, {name}", **style)  # fmt: skip
+            x = [step["clients"] for step in closed]
+            throughput.plot(x, [step["requests_per_s"] for step in closed], label=label, **style)
+            latency.plot(x, [step["p50_ms"] for step in closed], **style)
+            latency.plot(x, [step["p95_ms"] for step in closed], ":", **style)
+            if "share_of_ceiling" in closed[0] and kind == 0:
+                throughput.plot(x, [step["ceiling_requests_per_s"] for step in closed], "--", color=style["color"],
+                                alpha=0.6, label=f"{line['setup']}: ceiling, the policy alone")  # fmt: skip
+        steps = [step for step in line["steps"] if "rate" in step and step["requests"]]
+        if steps:
+            x = [step["rate"] for step in steps]
+            arrivals.plot(x, [step["p50_ms"] for step in steps], label=None if closed else label, **style)
+            arrivals.plot(x, [step["p99_ms"] for step in steps], ":", **style)
     if counts:
-        for panel in panels[:2]:
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(counts, [str(n) for n in counts])
-            panel.set(xlabel="robots in a closed loop", ylim=(0, None))
-        panels[0].set(title="Throughput", ylabel="requests per second")
-        panels[1].set(title="Latency", ylabel="milliseconds")
-    if rates:
-        panels[-1].set(title="Latency under Poisson arrivals", xlabel="arrivals per second", yscale="log",
-                       ylabel="milliseconds from the intended arrival")  # fmt: skip
-    for panel in panels:
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+        for axis in (throughput, latency):
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(counts, [str(n) for n in counts])
+            axis.set(xlabel="robots in a closed loop", ylim=(0, None))
+        throughput.set(title="Throughput", ylabel="requests per second")
+        latency.set(title="Latency: median, dotted 95th percentile", ylabel="milliseconds")
+    if opened:
+        arrivals.set(title="Poisson arrivals: median, dotted 99th percentile", xlabel="arrivals per second",
+                     yscale="log", ylabel="milliseconds from the intended arrival")  # fmt: skip
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
     where = report["machine"]
     think = f", {report['think_ms']:g} ms between an answer and the next request" if report["think_ms"] else ""
     chips = ", ".join(where[kind] for kind in ("gpu", "cpu") if where[kind] != "none")
     figure.text(0.5, 0.01, f"{chips}, PyTorch {where['torch']}; checkpoint {report['checkpoint']} in "
                 f"{report['dtype']}, {report['embodiment']}{think}", ha="center", fontsize=8)  # fmt: skip
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    handles = sum(len(axis.get_legend_handles_labels()[0]) for axis in axes[0])
+    figure.legend(loc="lower center", bbox_to_anchor=(0.5, 0.04), ncols=2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.06 + 0.04 * ((handles + 1) // 2), 1, 1))
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
     plt.close(figure)

@@ -53,17 +53,15 @@ def rest(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:
 
 
 def grpc(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:
-    """TorchServe's gRPC interface; its messages are few enough to write by hand."""
+    """TorchServe's gRPC interface."""
     import grpc
 
     channel = grpc.insecure_channel(urlsplit(order["url"]).netloc, [
         ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0)
     ])  # fmt: skip
     call = channel.unary_unary(PREDICTIONS)
-    inputs = {"body": order["body"], "content-type": order["content_type"].encode(), "accept": MSGPACK.encode()}
-    # PredictionsRequest {1: model_name, 3: map input {1: key, 2: value}}
-    request = field(1, b"gr00t") + b"".join(
-        field(3, field(1, name.encode()) + field(2, value)) for name, value in inputs.items()
+    request = predictions_request(
+        body=order["body"], content_type=order["content_type"].encode(), accept=MSGPACK.encode()
     )
     metadata = [("authorization", f"Bearer {order['key']}")] if order["key"] else []
 
@@ -72,22 +70,32 @@ def grpc(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:
             reply: bytes = call(request, metadata=metadata, timeout=TIMEOUT)
         except grpc.RpcError as error:
             return error.code().name, error.details().encode()
-        assert reply[0] == 1 << 3 | 2  # PredictionResponse {1: prediction}
-        at = 1
-        while reply[at] & 128:
-            at += 1
-        body = reply[at + 1 :]
+        body = prediction(reply)
         return str(json.loads(body)["status"]) if body[:1] == b"{" else "200", body  # a problem is JSON, and ends OK
 
     return ask, channel.close
 
 
-def field(number: int, value: bytes) -> bytes:
-    """A length-delimited field of a protobuf message."""
-    size, length = len(value), b""
-    while size > 127:
-        length, size = length + bytes([size & 127 | 128]), size >> 7
-    return bytes([number << 3 | 2]) + length + bytes([size]) + value
+def predictions_request(**inputs: bytes) -> bytes:
+    """TorchServe's PredictionsRequest {1: model_name, 3: input {1: key, 2: value}}, written by hand."""
+
+    def piece(number: int, value: bytes) -> bytes:
+        size, length = len(value), b""
+        while size > 127:
+            length, size = length + bytes([size & 127 | 128]), size >> 7
+        return bytes([number << 3 | 2]) + length + bytes([size]) + value
+
+    pairs = (piece(1, name.replace("_", "-").encode()) + piece(2, value) for name, value in inputs.items())
+    return piece(1, b"gr00t") + b"".join(piece(3, pair) for pair in pairs)
+
+
+def prediction(reply: bytes) -> bytes:
+    """The bytes in TorchServe's PredictionResponse {1: prediction}."""
+    assert reply[0] == 1 << 3 | 2
+    at = 1
+    while reply[at] & 128:
+        at += 1
+    return reply[at + 1 :]
 
 
 def openpi(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:
