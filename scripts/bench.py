@@ -132,35 +132,51 @@ def distance(a: Arrays, b: Arrays) -> float:
 
 @dataclass
 class Setup:
-    """Settings to measure: `name` as it was typed, and the overlays that it means."""
+    """Settings to measure: `name` as it was typed, and the overlays and lines of config.properties that it means."""
 
     name: str
-    overlays: list[Path]
+    overlays: list[Path] = field(default_factory=list)
+    properties: dict[str, str] = field(default_factory=dict)
     server: Server | None = None  # None: behind the gateway, with settings that are not known here
     in_force: dict[str, int] = field(default_factory=dict)
     ready_after_s: float | None = None
 
 
 def parse_setup(text: str, common: list[Path], folder: Path) -> Setup:
-    """What `--compare` takes: overlay files and KEY=VALUE, joined by commas, or `none`; all merged over `common`.
+    """What `--compare` takes: overlay files and KEY=VALUE joined by commas, or `none`; merged over `common`.
 
-    KEY=VALUE (handler.KEY=VALUE for the handler's) becomes an overlay of its own in `folder`.
+    KEY=VALUE and handler.KEY=VALUE become an overlay in `folder`, torchserve.KEY=VALUE a line of config.properties.
     """
     pieces = [piece for piece in text.split(",") if piece not in ("", "none")]
     files = [Path(piece) for piece in pieces if "=" not in piece]
     values: dict[str, Any] = {}
+    properties: dict[str, str] = {}
     for piece in pieces:
-        if "=" in piece:
-            key, value = piece.split("=", 1)
-            place = values.setdefault("handler", {}) if key.startswith("handler.") else values
-            place[key.removeprefix("handler.")] = yaml.safe_load(value)
+        key, _, value = piece.partition("=")
+        if key.startswith("torchserve."):
+            properties[key.removeprefix("torchserve.")] = value
+        elif key.startswith("handler."):
+            values.setdefault("handler", {})[key.removeprefix("handler.")] = yaml.safe_load(value)
+        elif "=" in piece:
+            values[key] = yaml.safe_load(value)
     if values:
         folder.mkdir(parents=True, exist_ok=True)
         own = folder / f"{len(list(folder.iterdir()))}.yaml"
         own.write_text(yaml.safe_dump(values), encoding="utf-8")
         files.append(own)
     typed = [relative(str(file)) for file in common] + [relative(piece) for piece in pieces]
-    return Setup(", ".join(typed) or "no overlay", [*common, *files])
+    return Setup(", ".join(typed) or "no overlay", [*common, *files], properties)
+
+
+class TunedServer(Server):
+    """A server with further lines in its config.properties."""
+
+    def __init__(self, archive: Path, *, run_dir: Path, properties: dict[str, str]) -> None:
+        super().__init__(archive, run_dir=run_dir)
+        self.properties = properties
+
+    def _settings(self) -> str:
+        return super()._settings() + "".join(f"{key}={value}\n" for key, value in self.properties.items())
 
 
 @dataclass
@@ -291,7 +307,7 @@ def schedules(load: dict[str, float], args: argparse.Namespace, turn: int) -> li
         seconds = args.seconds if args.seconds is not None else 10.0
         arrivals = poisson(load["rate"], seconds, turn)
         return [{**base, "arrivals": arrivals[n::clients].tolist()} for n in range(clients)]
-    requests = args.requests if args.seconds is None else None
+    requests = args.requests or (30 if args.seconds is None else None)
     # Robots that think are not in step; those that do not start together.
     phases = np.random.default_rng(turn).uniform(0, base["think"], clients)
     return [{**base, "requests": requests, "seconds": args.seconds, "phase": float(phase)} for phase in phases]
@@ -451,9 +467,12 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
         for n, setup in enumerate(setups):  # one idles while another is measured
             archive = build(args.checkpoint, setup.overlays, temp / f"store{n}" / f"{MODEL_NAME}.mar")
             began = time.perf_counter()
-            setup.server = stack.enter_context(Server(archive, run_dir=temp / f"run{n}"))
+            setup.server = stack.enter_context(
+                TunedServer(archive, run_dir=temp / f"run{n}", properties=setup.properties)
+            )
             setup.ready_after_s = round(time.perf_counter() - began, 1)
-            setup.in_force = {key: setup.server.config[key] for key in SHOWN}  # a server with others does not start
+            # With other settings in force a server does not start.
+            setup.in_force = {key: setup.server.config[key] for key in SHOWN}
             print(f"{chr(65 + n)}  {setup.name}: READY after {setup.ready_after_s} s with {setup.in_force}")
         assert setups[0].server is not None
         contract = setups[0].server.describe(customized=True)["customizedMetadata"]
@@ -462,7 +481,7 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
         lines = [Line(setup, protocol, encoding) for setup in setups for protocol in args.protocols
                  for encoding in args.encodings if protocol == "rest" or encoding == "msgpack"]  # fmt: skip
         if args.gateway_url:
-            lines.append(Line(Setup(f"gateway {args.gateway_url}", []), "openpi", "msgpack"))
+            lines.append(Line(Setup(f"gateway {args.gateway_url}"), "openpi", "msgpack"))
         report |= {
             "checkpoint": contract["checkpoint"],
             "dtype": contract["dtype"],
@@ -626,14 +645,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpoint", type=Path, help="folder; default: the embedded small checkpoint")
     add("--overlay", type=Path, action="append", default=[], metavar="FILE", help="of every setup, over gr00t.yaml")
     add("--compare", nargs="+", metavar="SETUP",
-        help="setups side by side: overlay files and KEY=VALUE joined by commas, or `none`; default: with --overlay "
-        "that alone, else none and config/batched.yaml")
+        help="setups side by side: overlay files, KEY=VALUE, handler.KEY=VALUE and torchserve.KEY=VALUE (for "
+        "config.properties) joined by commas, or `none`; default: --overlay alone, or none and config/batched.yaml")
     add("--clients", type=int, nargs="*", default=[1, 2, 4, 8], help="closed-loop steps; none: open loop only")
     add("--open-loop", type=float, nargs="+", default=[], metavar="RATE", help="Poisson steps, arrivals/s")
     add("--open-clients", type=int, default=32, help="processes that share the arrivals")
     add("--think-ms", type=float, default=0.0, help="closed loop: from an answer to the next request")
-    add("--requests", type=int, default=30, help="closed loop: timed requests a client")
-    add("--seconds", type=float, help="of a step, in place of --requests; of an open-loop step (10)")
+    add("--requests", type=int, help="closed loop: timed requests a client (30, or as many as fit in --seconds)")
+    add("--seconds", type=float, help="of a step at most; of an open-loop step (10)")
     add("--warmup", type=int, default=5, help="requests a client before each step")
     add("--rounds", type=int, default=1, help="how often to go through all steps; figures are of all rounds together")
     add("--protocols", nargs="+", choices=("rest", "grpc"), default=["rest"])
@@ -649,8 +668,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--json", type=Path, help="file for the figures")
     add("--plot", type=Path, help="PNG of the figures")
     args = parser.parse_args(argv)
-    numbers = [*args.clients, *args.open_loop, args.open_clients, args.requests, args.rounds, *args.ceiling_rows]
-    if min(numbers) <= 0 or args.warmup < 0 or args.think_ms < 0 or (args.seconds is not None and args.seconds <= 0):
+    numbers = [*args.clients, *args.open_loop, args.open_clients, args.rounds, *args.ceiling_rows]
+    numbers += [number for number in (args.requests, args.seconds) if number is not None]
+    if min(numbers) <= 0 or args.warmup < 0 or args.think_ms < 0:
         parser.error("numbers must be positive; --warmup and --think-ms may be 0")
     if not (args.clients or args.open_loop):
         parser.error("nothing to measure: give --clients or --open-loop")
