@@ -51,7 +51,6 @@ JPEG_QUALITY = 90
 CEILING_SECONDS = 2.0  # for each number of rows; at least five runs
 START_SECONDS = 0.05  # from the word to the start, for the word to reach all clients
 SHOWN = ("batchSize", "maxBatchDelay", "jobQueueSize", "minWorkers")
-ANSWER_SECONDS = 600.0  # for a client to end a step
 
 
 class BenchError(RuntimeError):
@@ -124,6 +123,8 @@ def distance(a: Arrays, b: Arrays) -> float:
     """The largest |a - b| of any action; B may be missing in one of them."""
     if a.keys() != b.keys():
         raise BenchError(f"the answer has the actions {', '.join(a)}, not {', '.join(b)}")
+    if not all(np.isfinite(value).all() for value in a.values()):
+        raise BenchError("an answer is not finite")
     return max(float(np.abs(a[key].reshape(b[key].shape) - b[key]).max()) for key in b)
 
 
@@ -195,7 +196,7 @@ class Line:
 
 
 def load_policy(args: argparse.Namespace, config: dict[str, Any], temp: Path) -> Gr00tPolicy:
-    """The policy as a worker would load it."""
+    """The policy as a worker with this model config would load it."""
     settings = config["handler"]
     folder = settings["checkpoint"] if args.checkpoint is None else args.checkpoint
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,6 +206,7 @@ def load_policy(args: argparse.Namespace, config: dict[str, Any], temp: Path) ->
         write_checkpoint(temp / "tiny", size="tiny", seed=0) if folder == EMBEDDED else Path(folder),
         device,
         DTYPES[settings["dtype"]],
+        tokenizer=Path(settings["tokenizer"]) if settings["tokenizer"] else None,
         limits=Limits(**{name: settings[name] for name in vars(Limits()) if name in settings}),
         engine=ENGINES[settings["engine"]],
         reproducible=settings["reproducible"],
@@ -245,7 +247,7 @@ class Clients:
     def __enter__(self) -> Clients:
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
         for _ in range(self.count):
             ours, theirs = multiprocessing.Pipe()
             self.processes.append(subprocess.Popen([sys.executable, "-m", "scripts.bench_client", str(theirs.fileno())],
@@ -265,25 +267,22 @@ class Clients:
                 process.wait()
 
     def run(self, orders: Sequence[dict[str, Any]]) -> tuple[float, list[dict[str, Any]]]:
-        """A step, an order a client, all started at once: the time of the start, and what each client returned."""
+        """A step, an order a client, all started at once: the time of the start, and what each client returned.
+
+        Raises BenchError when a client ended, as it does when an answer takes longer than its patience.
+        """
         used = self.connections[: len(orders)]
         try:
             for connection, order in zip(used, orders, strict=True):
                 connection.send(order)
             for connection in used:
-                self._receive(connection)
+                connection.recv()  # ready
             start = time.monotonic() + START_SECONDS
             for connection in used:
                 connection.send(start)
-            return start, [self._receive(connection) for connection in used]
+            return start, [connection.recv() for connection in used]
         except (EOFError, OSError):
             raise BenchError("a client ended; its last words are above") from None
-
-    @staticmethod
-    def _receive(connection: Connection) -> Any:
-        if not connection.poll(ANSWER_SECONDS):
-            raise BenchError(f"a client did not answer within {ANSWER_SECONDS:.0f} s")
-        return connection.recv()
 
 
 def poisson(rate: float, seconds: float, seed: int) -> NDArray[np.float64]:
@@ -399,14 +398,15 @@ def make_bodies(contract: dict[str, Any], count: int, args: argparse.Namespace) 
     if args.embodiment_tag not in tags:
         raise BenchError(f"the checkpoint has no embodiment {args.embodiment_tag}, but {', '.join(tags)}")
     fields = [observation(contract, args.embodiment_tag, tuple(args.size), seed) for seed in range(count)]
-    return {encoding: [encode(f, encoding) for f in fields] for encoding in args.encodings}
+    encodings = dict.fromkeys([*args.encodings, *(["msgpack"] if args.gateway_url else [])])
+    return {encoding: [encode(f, encoding) for f in fields] for encoding in encodings}
 
 
 def alone(setups: list[Setup], steps: list[dict[str, float]], args: argparse.Namespace, temp: Path,
           report: dict[str, Any]) -> tuple[Bodies, dict[str, list[Arrays]]]:  # fmt: skip
     """The policy in this process: bodies, right answers by encoding, and into the report its golden test and ceiling.
 
-    It is gone again when this returns, before a server needs its memory.
+    It has the first setup's settings, and is gone again when this returns, before a server needs its memory.
     """
     configs = [merge_config(setup.overlays) for setup in setups]
     policy = load_policy(args, configs[0], temp)
@@ -460,7 +460,8 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
     setups = [parse_setup(text, args.overlay, temp / "overlays") for text in args.compare]
     steps = loads(args)
     report: dict[str, Any] = {"command": command("bench"), "machine": machine(), "ceiling": []}
-    report["machine"]["torch_threads"] = str(torch.get_num_threads())
+    if not torch.cuda.is_available():
+        report["machine"]["torch_threads"] = str(torch.get_num_threads())  # the workers' too: OMP_NUM_THREADS
     print(f"{report['machine']['gpu']} / {report['machine']['cpu']}")
     bodies, right = alone(setups, steps, args, temp, report) if args.ceiling_rows else ({}, {})
     with contextlib.ExitStack() as stack:
@@ -663,7 +664,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--embodiment-tag", help="default: the checkpoint's first")
     add("--size", type=int, nargs=2, default=[256, 256], metavar=("HEIGHT", "WIDTH"))
     add("--ceiling-rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32],
-        help="rows of the policy alone; none: it is not loaded in this process, and nothing is compared with it")
+        help="rows of the policy alone, with the first setup's settings; none: it is not loaded in this process")
     add("--golden", type=Path, nargs="?", const=GOLDEN, metavar="FILE", help="first, what check_golden does")
     add("--json", type=Path, help="file for the figures")
     add("--plot", type=Path, help="PNG of the figures")
@@ -674,6 +675,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("numbers must be positive; --warmup and --think-ms may be 0")
     if not (args.clients or args.open_loop):
         parser.error("nothing to measure: give --clients or --open-loop")
+    if "msgpack" not in args.encodings and "rest" not in args.protocols:
+        parser.error("jpeg goes over REST only: add `--protocols rest`")
     if args.golden and not args.ceiling_rows:
         parser.error("--golden needs the policy in this process: give --ceiling-rows")
     if args.compare is None:

@@ -6,6 +6,7 @@ steps. Orders come and results go as plain dictionaries over a connection whose 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import resource
@@ -103,8 +104,9 @@ def openpi(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:
     from websockets.sync.client import connect
 
     headers = {"Authorization": f"Api-Key {order['key']}"} if order["key"] else {}
-    socket = connect(order["url"], compression=None, max_size=None, additional_headers=headers, proxy=None,
-                     ping_interval=None)  # fmt: skip
+    opened = contextlib.ExitStack()
+    socket = opened.enter_context(connect(order["url"], compression=None, max_size=None, additional_headers=headers,
+                                          proxy=None, ping_interval=None))  # fmt: skip
     socket.recv(TIMEOUT)
 
     def ask() -> tuple[str, bytes]:
@@ -112,7 +114,7 @@ def openpi(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:
         reply = socket.recv(TIMEOUT)
         return ("error", reply.encode()) if isinstance(reply, str) else ("200", reply)  # text is a traceback or reason
 
-    return ask, socket.close
+    return ask, opened.close
 
 
 def due_times(order: dict[str, Any], start: float) -> Iterator[float]:

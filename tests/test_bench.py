@@ -154,6 +154,8 @@ def test_every_answer_is_compared_and_a_difference_is_an_error(capsys: pytest.Ca
     assert bench.verdict({"lines": [{**line, "steps": [{**refused, "rate": 9.0}]}], "tolerance": 1e-5}) == []
     with pytest.raises(BenchError, match="actions y, not x"):
         done.add(0.0, [{**results[0], "answers": [packed(y=[1, 2])]}], solo)
+    with pytest.raises(BenchError, match="not finite"):
+        done.add(0.0, [{**results[0], "answers": [packed(x=[1, float("nan")])]}], solo)
 
 
 # ------------------------------------------------------------------------------------------------ setups and flags
@@ -182,7 +184,8 @@ def test_defaults_compare_no_overlay_with_the_batched_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--clients", "0"], ["--clients"], ["--golden", "--ceiling-rows"], ["--seconds", "0"], ["--warmup", "-1"]]
+    "words", [["--clients", "0"], ["--clients"], ["--golden", "--ceiling-rows"], ["--seconds", "0"], ["--warmup", "-1"],
+              ["--encodings", "jpeg", "--protocols", "grpc"]],
 )
 def test_flags_that_measure_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
