@@ -413,7 +413,7 @@ def alone(setups: list[Setup], steps: list[dict[str, float]], args: argparse.Nam
     bodies = make_bodies(policy.describe(), max(int(load["clients"]) for load in steps), args)
     if args.golden:
         golden = json.loads(args.golden.read_text(encoding="utf-8"))
-        worst = max(difference for _, _, difference in compare(policy, golden))
+        worst = float(np.max([difference for _, _, difference in compare(policy, golden)]))
         report["golden"] = {"what": golden["what"], "largest_difference": worst, "allowed": golden["atol"]}
         if not worst <= golden["atol"]:
             raise BenchError(f"golden actions differ by {worst:.2g}; {golden['atol']} is allowed")

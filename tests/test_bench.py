@@ -229,6 +229,25 @@ def test_the_ceiling_and_jpeg_of_the_small_checkpoint(policy: Gr00tPolicy, monke
         assert seen["video"][key].shape == frames.shape and 0 < apart.mean() < 12
 
 
+def test_golden_actions_come_first(policy: Gr00tPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setattr(bench, "CEILING_SECONDS", 0.0)
+    golden = json.loads(bench.GOLDEN.read_text())
+    fields = golden["observation"]
+    seen = {**fields, "video": {key: np.zeros(shape, np.uint8) for key, shape in fields["video"].items()}}
+    actions = policy.get_action(seen)
+    golden["actions"] = {key: [actions[key][0, step].tolist() for step in golden["steps"]] for key in actions}
+    own = tmp_path / "golden.json"
+    own.write_text(json.dumps(golden))
+    args = arguments(["--golden", str(own), "--ceiling-rows", "1", "--clients", "1", "--compare", "none"])
+    report: dict[str, Any] = {}
+    bodies, right = bench.alone([parse_setup("none", [], tmp_path)], [{"clients": 1}], args, tmp_path, report)
+    assert report["golden"]["largest_difference"] == 0 and len(bodies["msgpack"]) == len(right["msgpack"]) == 1
+    # The published ones are not those of random weights: no server is started.
+    assert bench.main(["--golden", "--ceiling-rows", "1", "--clients", "1"]) == 1
+    assert "golden actions differ" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------------- a real run
 
 
