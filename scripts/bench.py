@@ -141,6 +141,7 @@ class Setup:
     server: Server | None = None  # None: behind the gateway, with settings that are not known here
     in_force: dict[str, int] = field(default_factory=dict)
     ready_after_s: float | None = None
+    letter: str = "?"  # in the table
 
 
 def parse_setup(text: str, common: list[Path], folder: Path) -> Setup:
@@ -474,7 +475,8 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
             setup.ready_after_s = round(time.perf_counter() - began, 1)
             # With other settings in force a server does not start.
             setup.in_force = {key: setup.server.config[key] for key in SHOWN}
-            print(f"{chr(65 + n)}  {setup.name}: READY after {setup.ready_after_s} s with {setup.in_force}")
+            setup.letter = chr(ord("A") + n)
+            print(f"{setup.letter}  {setup.name}: READY after {setup.ready_after_s} s with {setup.in_force}")
         assert setups[0].server is not None
         contract = setups[0].server.describe(customized=True)["customizedMetadata"]
         bodies = bodies or make_bodies(contract, max(int(load["clients"]) for load in steps), args)
@@ -482,7 +484,8 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
         lines = [Line(setup, protocol, encoding) for setup in setups for protocol in args.protocols
                  for encoding in args.encodings if protocol == "rest" or encoding == "msgpack"]  # fmt: skip
         if args.gateway_url:
-            lines.append(Line(Setup(f"gateway {args.gateway_url}"), "openpi", "msgpack"))
+            lines.append(Line(Setup(f"gateway {args.gateway_url}", letter="@"), "openpi", "msgpack"))
+            print(f"@  {lines[-1].setup.name}")
         report |= {
             "checkpoint": contract["checkpoint"],
             "dtype": contract["dtype"],
@@ -519,7 +522,6 @@ def measure(lines: list[Line], steps: list[dict[str, float]], args: argparse.Nam
             limits: list[dict[str, float]]) -> None:  # fmt: skip
     """Every step of every line, `rounds` times; lines take turns, so that what else the machine does meets them all."""
     gpus = torch.cuda.device_count()
-    setups = list(dict.fromkeys(line.setup.name for line in lines))
     tallies = [[Tally() for _ in steps] for _ in lines]
     total, done = args.rounds * len(steps) * len(lines), 0
     print(f"{'':20} {'clients':>7} {'req/s':>8} {'ceiling':>7} {'mean ms':>8} {'p50':>8} {'p95':>8} {'p99':>8} "
@@ -528,7 +530,7 @@ def measure(lines: list[Line], steps: list[dict[str, float]], args: argparse.Nam
         for turn in range(args.rounds):
             for s, load in enumerate(steps):
                 for n, line in list(enumerate(lines))[:: 1 if turn % 2 == 0 else -1]:
-                    name = f"{chr(65 + setups.index(line.setup.name))} {line.protocol} {line.encoding}"
+                    name = f"{line.setup.letter} {line.protocol} {line.encoding}"
                     progress(done, total, f"{name}, {load}")
                     todo = [{**what, **when} for what, when in zip(line.orders, schedules(load, args, turn),
                                                                    strict=False)]  # fmt: skip
