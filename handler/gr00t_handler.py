@@ -24,16 +24,14 @@ from ts.service import Service
 from ts.torch_handler.base_handler import BaseHandler
 
 from handler.observation import Limits
-from handler.policy import Gr00tPolicy
+from handler.policy import DTYPES, ENGINES, Gr00tPolicy
 from handler.problem import Problem
 from handler.wave import ContextLost, Slot, fill, run
 from handler.wire import Part, Request, encode_problem, encode_reply
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 GRPC_HEADERS = ("content-type", "accept", "x-request-timeout-ms", "x-request-start")
-ENGINES = {"auto": None, "fused": True, "plain": False}
 
 
 def unpack(batch: list[dict[str, Any]]) -> tuple[list[RequestProcessor], list[Request], dict[int, str]]:

@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 Actions = dict[str, Float32]
 
+# What the model config's words mean as arguments of `Gr00tPolicy`.
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+ENGINES = {"auto": None, "fused": True, "plain": False}
+
 REPRODUCIBLE_ROWS = 8  # the one row count of reproducible mode
 MAX_PINNED = 64 << 20  # bytes of a request's frames; 32 rows with two of 640x480 have 59 million
 

@@ -22,7 +22,7 @@ import torch
 
 from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
-from scripts.bench import command, machine, write_report
+from scripts.report import command, machine, write_report
 
 PRESETS = {
     "libero": ("libero_sim", (256, 256)),  # 2 images

@@ -28,10 +28,10 @@ import psutil
 import requests
 
 from handler.policy import Actions, Gr00tPolicy
-from scripts.bench import command, machine, write_report
 from scripts.bench_engine import WORDS, random_observation
 from scripts.make_checkpoint import write_checkpoint
 from scripts.package import MODEL_NAME, ROOT, build
+from scripts.report import command, machine, write_report
 from scripts.serve import Server, StartError, local_session
 from tests.adversary.catalogue import KINDS, Kind, complaint
 from tests.client import Body, as_json, as_msgpack, as_multipart, differences, gr00t, read

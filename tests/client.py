@@ -114,31 +114,6 @@ def differences(got: Actions, want: Actions) -> list[str]:
     ]  # fmt: skip
 
 
-GRPC_PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
-
-
-def predictions_request(**inputs: bytes) -> bytes:
-    """TorchServe's PredictionsRequest {1: model_name, 3: input {1: key, 2: value}}, written by hand."""
-
-    def piece(number: int, value: bytes) -> bytes:
-        size, length = len(value), b""
-        while size > 127:
-            length, size = length + bytes([size & 127 | 128]), size >> 7
-        return bytes([number << 3 | 2]) + length + bytes([size]) + value
-
-    pairs = (piece(1, name.replace("_", "-").encode()) + piece(2, value) for name, value in inputs.items())
-    return piece(1, b"gr00t") + b"".join(piece(3, pair) for pair in pairs)
-
-
-def prediction(reply: bytes) -> bytes:
-    """The bytes in TorchServe's PredictionResponse {1: prediction}."""
-    assert reply[0] == 1 << 3 | 2
-    at = 1
-    while reply[at] & 128:
-        at += 1
-    return reply[at + 1 :]
-
-
 def arrived(server: Server) -> int:
     """Predictions that TorchServe has taken in and queued so far."""
     with local_session() as session:

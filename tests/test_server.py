@@ -13,19 +13,17 @@ import pytest
 import requests
 
 from handler.policy import Gr00tPolicy
+from scripts.bench_client import PREDICTIONS, prediction, predictions_request
 from scripts.package import ROOT, build
 from scripts.serve import Server
 from tests.adversary.catalogue import SECRETS
 from tests.client import (
-    GRPC_PREDICTIONS,
     Body,
     as_json,
     as_msgpack,
     as_multipart,
     gr00t,
     post,
-    prediction,
-    predictions_request,
     read,
     wave,
 )
@@ -278,7 +276,7 @@ def test_grpc_takes_the_same_bodies(server: Server, policy: Gr00tPolicy) -> None
     want = policy.get_action(fields)
     key = (("authorization", f"Bearer {server.inference_key}"),)
     with grpc.insecure_channel(f"127.0.0.1:{server.ports[3]}") as channel:
-        call = channel.unary_unary(GRPC_PREDICTIONS)
+        call = channel.unary_unary(PREDICTIONS)
 
         def ask(**inputs: bytes) -> bytes:
             return prediction(call(predictions_request(**inputs), metadata=key, timeout=60))

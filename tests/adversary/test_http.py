@@ -19,16 +19,15 @@ import numpy as np
 import pytest
 
 from handler.policy import Actions, Gr00tPolicy
+from scripts.bench_client import PREDICTIONS, predictions_request
 from scripts.ready import readiness
 from scripts.serve import Server
 from tests.client import (
-    GRPC_PREDICTIONS,
     arrived,
     as_json,
     as_msgpack,
     differences,
     post,
-    predictions_request,
     read,
     send,
     wave,
@@ -202,7 +201,7 @@ def test_cancelled_grpc_calls(server: Server, pid: int, neighbours: list[dict[st
     request = predictions_request(body=ends[0][1])
     key = (("authorization", f"Bearer {server.inference_key}"),)
     with grpc.insecure_channel(f"127.0.0.1:{server.ports[3]}") as channel:
-        call = channel.unary_unary(GRPC_PREDICTIONS)
+        call = channel.unary_unary(PREDICTIONS)
         for running in (False, True):
             with ThreadPoolExecutor(3) as pool:
                 os.kill(pid, signal.SIGSTOP)
