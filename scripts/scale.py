@@ -12,7 +12,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,29 @@ from scripts.ready import add_arguments, read_keys
 from scripts.serve import StartFailure, local_session
 
 RETIRING = "gr00t-retiring"  # the name that handler/gr00t_handler.py gives a worker that waits to be ended
-Show = Callable[[str], None]
 
 
 class ManageError(RuntimeError):
     """What was asked of a running server did not come about. The text says why."""
+
+
+class Progress:
+    """Shows what is awaited: one line that changes on a terminal, a line a change elsewhere."""
+
+    def __init__(self, command: str) -> None:
+        self._command, self._began, self._last = command, time.monotonic(), ""
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{self._command}: {text}, {time.monotonic() - self._began:.0f} s", end="", file=sys.stderr,
+                  flush=True)  # fmt: skip
+        elif text != self._last:
+            print(f"{self._command}: {text}", file=sys.stderr, flush=True)
+        self._last = text
+
+    def end(self) -> None:
+        if sys.stderr.isatty() and self._last:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 class Management:
@@ -65,7 +82,7 @@ class Management:
 
 
 def scale(
-    api: Management, model: str, version: str | None, count: int, limit: float, log: Path, show: Show
+    api: Management, model: str, version: str | None, count: int, limit: float, log: Path, show: Progress
 ) -> list[dict[str, Any]]:
     """Brings a version of a model to `count` workers and returns TorchServe's description of them.
 
@@ -77,7 +94,9 @@ def scale(
     deadline = time.monotonic() + limit
     watch = StartWatch(log, before)
     for left in range(had - 1, count - 1, -1):  # TorchServe ends the last of its list
-        retire(api, model, version, [api.describe(model, version)["workers"][-1]["pid"]], deadline, show)
+        last = api.describe(model, version)["workers"][-1]
+        if last["status"] == "READY":
+            retire(api, model, version, [last["pid"]], deadline, show)
         _set_workers(api, model, version, left)
     try:
         _set_workers(api, model, version, count)  # the same again, if it went down: min_worker may have been less
@@ -120,7 +139,7 @@ class StartWatch:
 
 
 def wait_until_ready(
-    api: Management, model: str, version: str, count: int, deadline: float, watch: StartWatch, show: Show
+    api: Management, model: str, version: str, count: int, deadline: float, watch: StartWatch, show: Progress
 ) -> list[dict[str, Any]]:
     """Returns the workers when a version has `count`, all READY. Raises ManageError with the reason, or at `deadline`
     (of time.monotonic).
@@ -138,7 +157,7 @@ def wait_until_ready(
         time.sleep(0.3)
 
 
-def retire(api: Management, model: str, version: str, pids: list[int], deadline: float, show: Show) -> None:
+def retire(api: Management, model: str, version: str, pids: list[int], deadline: float, show: Progress) -> None:
     """Returns when each of these workers holds a job of ours and nothing else, for the next 10 seconds at least.
 
     The job is a describe request, which always comes to a worker alone; the handler of the process that it names keeps
@@ -174,25 +193,6 @@ def _process_name(pid: int) -> str:
         ) from None
 
 
-class Progress:
-    """Shows what is awaited: one line that changes on a terminal, a line a change elsewhere."""
-
-    def __init__(self, command: str) -> None:
-        self._command, self._began, self._last = command, time.monotonic(), ""
-
-    def __call__(self, text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{self._command}: {text}, {time.monotonic() - self._began:.0f} s", end="", file=sys.stderr,
-                  flush=True)  # fmt: skip
-        elif text != self._last:
-            print(f"{self._command}: {text}", file=sys.stderr, flush=True)
-        self._last = text
-
-    def end(self) -> None:
-        if sys.stderr.isatty() and self._last:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
 def table(workers: list[dict[str, Any]]) -> str:
     """The workers as text, with their GPU and what TorchServe says of its use."""
     lines = ["worker  pid       status     memory MB  GPU"]
@@ -226,6 +226,9 @@ def main() -> int:
         show.end()
         print(f"scale: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        show.end()
+        return 130
     show.end()
     print(table(workers))
     return 0

@@ -80,7 +80,7 @@ class StartFailure:
             reason = line.split(" - ", 1)[-1]
         elif "Retry worker: " in line:
             reason = f"the worker ended while it loaded the model: {self._last_error or 'it did not say why'}"
-        self.reason = reason or self.reason
+        self.reason = self.reason or reason  # the first: what comes later follows from it
         return reason
 
 

@@ -21,7 +21,7 @@ import yaml
 from scripts import ask
 from scripts.package import MODEL_NAME, ConfigError, archive_name, build, read_config
 from scripts.ready import add_arguments, read_keys
-from scripts.scale import Management, ManageError, Progress, Show, StartWatch, retire, table, wait_until_ready
+from scripts.scale import ManageError, Management, Progress, StartWatch, retire, table, wait_until_ready
 
 
 def versions(api: Management, model: str) -> dict[str, dict[str, Any]]:
@@ -49,7 +49,7 @@ def package(args: argparse.Namespace, like: dict[str, Any] | None) -> Path:
                      version=args.version)  # fmt: skip
 
 
-def register(api: Management, archive: Path, model: str, version: str, limit: float, log: Path, show: Show) -> None:
+def register(api: Management, archive: Path, model: str, version: str, limit: float, log: Path, show: Progress) -> None:
     """Registers an archive of the model store; returns when its workers are READY. What cannot start is taken away
     again, and ManageError says why.
     """
@@ -79,7 +79,7 @@ def verify(api: Management, url: str, key: str | None, model: str, version: str,
     return str(info["checkpoint"])
 
 
-def remove(api: Management, model: str, version: str, limit: float, show: Show) -> None:
+def remove(api: Management, model: str, version: str, limit: float, show: Progress) -> None:
     """Unregisters a version, when nothing waits for it and its workers have nothing in hand.
 
     TorchServe would leave what waits without an answer. A request that asks for this very version (/predictions/
@@ -89,7 +89,7 @@ def remove(api: Management, model: str, version: str, limit: float, show: Show) 
     if version not in found:
         raise ManageError(f"{model} has no version {version}; registered: {', '.join(found) or 'none'}")
     if len(found) > 1 and api.describe(model)["modelVersion"] == version:
-        raise ManageError(f"version {version} is the default; make another the default first: ./scripts/swap --version V")
+        raise ManageError(f"version {version} is the default; make another one that first: ./scripts/swap --version V")
     deadline = time.monotonic() + limit
     while True:
         entry = api.describe(model, version)
@@ -104,7 +104,7 @@ def remove(api: Management, model: str, version: str, limit: float, show: Show) 
     api.call("DELETE", f"/models/{model}/{version}")
 
 
-def swap(args: argparse.Namespace, api: Management, key: str | None, log: Path, show: Show) -> None:
+def swap(args: argparse.Namespace, api: Management, key: str | None, log: Path, show: Progress) -> None:
     """What the command line asks for. Raises ManageError, ConfigError or AskError, with the default as it was."""
     found = versions(api, args.model)
     default = api.describe(args.model)["modelVersion"] if found else None
@@ -125,11 +125,11 @@ def swap(args: argparse.Namespace, api: Management, key: str | None, log: Path, 
         show(f"asking version {args.version}")
         checkpoint = verify(api, args.predict_url, key, args.model, args.version, args.embodiment_tag)
         api.call("PUT", f"/models/{args.model}/{args.version}/set-default")
-        show.end() if isinstance(show, Progress) else None
+        show.end()
         print(f"/predictions/{args.model} is version {args.version} now, checkpoint {checkpoint}")
     if args.remove is not None:
         remove(api, args.model, args.remove, args.limit, show)
-    show.end() if isinstance(show, Progress) else None
+    show.end()
     for version, entry in versions(api, args.model).items():
         print(f"\n{args.model} {version}, {entry['modelUrl']}, batch size {entry['batchSize']}")
         print(table(entry["workers"]))
@@ -163,6 +163,9 @@ def main() -> int:
         show.end()
         print(f"swap: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        show.end()
+        return 130
     return 0
 
 
