@@ -105,7 +105,7 @@ def test_sizes(fleet: Fleet) -> None:
     types = {"Content-Type": "application/msgpack"}
     assert fleet.ask((types, bytes(33 * 2**20))).status_code == 413
     reply = fleet.ask((types, bytes(31 * 2**20)))
-    assert (reply.status_code, reply.headers["Content-Type"]) == (400, "application/problem+json"), "the handler's words"
+    assert (reply.status_code, reply.headers["Content-Type"]) == (400, "application/problem+json")
 
 
 def test_the_deadline_counts_from_when_nginx_saw_the_request(fleet: Fleet, asked: tuple[Body, Actions]) -> None:
@@ -128,6 +128,24 @@ def test_a_flood_is_held_back_alone(fleet: Fleet, asked: tuple[Body, Actions]) -
     assert set(statuses) == {200, 429}, statuses
 
 
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_a_worker_that_is_killed_loses_no_request(fleet: Fleet, asked: tuple[Body, Actions], name: str) -> None:
+    """TorchServe answers its wave 507 or 500; nginx sends it again."""
+    body, want = asked
+    first = fleet.servers[0]
+    (worker,) = first.worker_pids()
+    with ThreadPoolExecutor(4) as pool:
+        os.kill(worker, signal.SIGSTOP)
+        futures = [pool.submit(fleet.ask, body) for _ in range(4)]
+        until(lambda: any(future.done() for future in futures))  # the second server answers, the first holds one
+        time.sleep(0.5)
+        os.kill(worker, signal.Signals[name])
+        if name != "SIGKILL":  # which ends what is stopped too
+            os.kill(worker, signal.SIGCONT)
+        assert not any(differences(read(future.result())[0], want) for future in futures)
+    first.wait_for_other_workers([worker], 120)
+
+
 def test_a_server_that_is_killed_loses_no_request(fleet: Fleet, asked: tuple[Body, Actions]) -> None:
     """Last, for it leaves one server. Its worker stands still first, so that it has requests in hand when it dies."""
     body, want = asked
@@ -146,19 +164,21 @@ def test_a_server_that_is_killed_loses_no_request(fleet: Fleet, asked: tuple[Bod
             robots = [pool.submit(robot, name) for name in ("one", "one", "two")]
             until(lambda: arrived(first) > served[0] and arrived(second) > served[1])
             os.kill(worker, signal.SIGSTOP)
-            before = arrived(first)
-            until(lambda: len(replies) > 10 and arrived(first) > before)
+            count = len(replies)
+            until(lambda: len(replies) > count + 5)  # least_conn: the first server got one meanwhile, if it had none
             assert first._process is not None
+            logged = len(fleet.log.read_text())
             os.killpg(first._process.pid, signal.SIGKILL)
             count = len(replies)
-            until(lambda: len(replies) > count + 20)
+            until(lambda: len(replies) > count + 9)
         finally:
             stop = True
         for future in robots:
             future.result()
-    assert [reply.status_code for reply in replies] == [200] * len(replies)
+    assert Counter(reply.status_code for reply in replies) == {200: len(replies)}
     assert not any(differences(read(reply)[0], want) for reply in replies)
-    assert "prematurely closed connection" in fleet.log.read_text(), "no request was in hand when the server died"
+    broken_off = "while reading response header from upstream"
+    assert any(broken_off in line for line in fleet.log.read_text()[logged:].splitlines()), "no request was in hand"
     with socket.socket() as gone:
         assert gone.connect_ex((LOOPBACK, first.ports[0])) != 0
 

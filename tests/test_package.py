@@ -432,7 +432,7 @@ def launch(tree: Path, *args: str, name: str = "serve", **env: str) -> subproces
 
 
 def test_commands_are_links_to_the_launcher() -> None:
-    for name in ("serve", "ask", "test", "package", "make_checkpoint", "check_golden", "bench"):
+    for name in ("serve", "ask", "test", "package", "make_checkpoint", "check_golden", "bench", "scale", "swap"):
         assert os.readlink(ROOT / "scripts" / name) == "launch"
     assert os.access(ROOT / "scripts" / "launch", os.X_OK) and os.access(ROOT / ".ci" / "run", os.X_OK)
 
