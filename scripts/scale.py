@@ -158,29 +158,26 @@ def wait_until_ready(
 
 
 def retire(api: Management, model: str, version: str, pids: list[int], deadline: float, show: Progress) -> None:
-    """Returns when each of these workers holds a job of ours and nothing else, for the next 10 seconds at least.
+    """Returns when each of these workers holds a job of ours and nothing else, for some seconds.
 
     The job is a describe request, which always comes to a worker alone; the handler of the process that it names keeps
     it. Another worker answers at once, and it is sent again. Raises ManageError at `deadline` (of time.monotonic).
     """
-    began = time.monotonic()
 
     def ask(pid: int) -> None:
         with contextlib.suppress(ManageError):  # the worker that takes the job may be ended with it
             api.call("GET", f"/models/{model}/{version}", {"X-Retire-Pid": str(pid)}, customized="true")
 
-    for pid in pids:
-        job = None
-        while _process_name(pid) != RETIRING:
-            if job is None or not job.is_alive():
-                job = threading.Thread(target=ask, args=[pid], daemon=True)
-                job.start()
-            if time.monotonic() > deadline:
-                raise ManageError(f"worker {pid} was never free within the time (--limit); nothing was ended")
-            show(f"worker {pid} finishes its wave")
-            time.sleep(0.02)
-    if time.monotonic() - began > 10 and len(pids) > 1:  # the first may be about to go on
-        retire(api, model, version, pids, deadline, show)
+    jobs: dict[int, threading.Thread] = {}
+    while busy := [pid for pid in pids if _process_name(pid) != RETIRING]:
+        for pid in busy:
+            if pid not in jobs or not jobs[pid].is_alive():
+                jobs[pid] = threading.Thread(target=ask, args=[pid], daemon=True)
+                jobs[pid].start()
+        if time.monotonic() > deadline:
+            raise ManageError(f"worker {busy[0]} was never free within the time (--limit)")
+        show(f"worker {busy[0]} finishes its wave")
+        time.sleep(0.02)
 
 
 def _process_name(pid: int) -> str:
