@@ -1,7 +1,8 @@
 # The server, as README.md starts it, and nginx for config/nginx. No key and no checkpoint is in the image.
 #   docker build -t gr00t-torchserve .
-#   docker run --gpus all -p 8080:8080 -v gr00t-run:/app/.run -v /models/n17:/models/n17:ro gr00t-torchserve --checkpoint /models/n17
-# The keys are then in /app/.run/key_file.json, in the volume gr00t-run; the management API is on the container's loopback.
+#   docker run --gpus all -p 8080:8080 -v gr00t-run:/app/.run -v /models/n17:/models/n17:ro gr00t-torchserve \
+#     --checkpoint /models/n17
+# The keys are then in /app/.run/key_file.json, in the volume gr00t-run. Management is on the container's loopback only.
 FROM python:3.12-slim
 
 RUN apt-get update && apt-get install -y --no-install-recommends nginx-light && rm -rf /var/lib/apt/lists/* && nginx -t

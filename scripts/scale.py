@@ -117,7 +117,8 @@ class StartWatch:
     def __init__(self, log: Path, model: dict[str, Any]) -> None:
         self._log, self._offset = log, log.stat().st_size if log.is_file() else 0
         self._failure = StartFailure(model["startupTimeout"])
-        self._mine = re.compile(rf"W-(\d+)-{re.escape(model['modelName'] + '_' + model['modelVersion'])}\b")
+        name = re.escape(f"{model['modelName']}_{model['modelVersion']}")
+        self._mine = re.compile(rf"W-(\d+)-{name}(?=-stdout |-stderr | )")
         self._others = {worker["id"] for worker in model["workers"] if worker["status"] == "READY"}
 
     def reason(self) -> str | None:
