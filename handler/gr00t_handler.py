@@ -32,6 +32,7 @@ from handler.wire import Part, Request, encode_problem, encode_reply
 logger = logging.getLogger(__name__)
 
 GRPC_HEADERS = ("content-type", "accept", "x-request-timeout-ms", "x-request-start")
+RETIRING, RETIRING_SECONDS = "gr00t-retiring", 20.0  # a process name (Linux: at most 15 bytes)
 
 
 def unpack(batch: list[dict[str, Any]]) -> tuple[list[RequestProcessor], list[Request], dict[int, str]]:
@@ -55,6 +56,19 @@ def unpack(batch: list[dict[str, Any]]) -> tuple[list[RequestProcessor], list[Re
             parts = [part for part in parts if part not in meant]
         requests.append(Request(headers, parts))
     return [RequestProcessor(request.headers) for request in requests], requests, ids
+
+
+def wait_to_be_ended() -> None:
+    """Keeps this worker busy with nothing, for ./scripts/scale and ./scripts/swap to end it (they see its new name).
+
+    TorchServe ends a worker at once, and often fails the wave that it has in hand. A worker that waits here has none.
+    It goes on by itself after RETIRING_SECONDS, in case nobody ends it.
+    """
+    name = Path("/proc/self/comm")
+    before = name.read_text()
+    name.write_text(RETIRING)
+    time.sleep(RETIRING_SECONDS)
+    name.write_text(before)
 
 
 class Gr00tHandler(BaseHandler):
@@ -116,6 +130,8 @@ class Gr00tHandler(BaseHandler):
         """Answers a wave. Never looks at one request's headers to decide about another."""
         self.context = context
         if self._is_describe_job(data):
+            if data[0].header("x-retire-pid") == str(os.getpid()):
+                wait_to_be_ended()
             return [self.describe_handle()]
         slots = self.preprocess(data)
         try:

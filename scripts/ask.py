@@ -40,9 +40,9 @@ def keys(given: str | None) -> tuple[str | None, str | None]:
     return inference, management
 
 
-def contract(management_url: str, key: str | None) -> dict[str, Any]:
-    """What the server's checkpoint expects, from the management API. Raises AskError."""
-    reply = _call("GET", f"{management_url}/models/gr00t", key, params={"customized": "true"})
+def contract(management_url: str, key: str | None, model: str = "gr00t") -> dict[str, Any]:
+    """What the checkpoint of a model (NAME or NAME/VERSION) expects, from the management API. Raises AskError."""
+    reply = _call("GET", f"{management_url}/models/{model}", key, params={"customized": "true"})
     _check(reply)
     metadata: dict[str, Any] = reply.json()[0].get("customizedMetadata") or {}
     if not metadata.get("embodiments"):
@@ -112,9 +112,11 @@ def test_picture(number: int) -> bytes:
     return out.getvalue()
 
 
-def ask(url: str, key: str | None, parts: list[tuple[str, Any]]) -> tuple[Actions, dict[str, Any]]:
-    """(actions of the one row, info). Raises AskError with the server's own words."""
-    reply = _call("POST", f"{url}/predictions/gr00t", key, files=parts, headers={"Accept": "application/json"})
+def ask(
+    url: str, key: str | None, parts: list[tuple[str, Any]], model: str = "gr00t"
+) -> tuple[Actions, dict[str, Any]]:
+    """(actions of the one row, info), from a model (NAME or NAME/VERSION). Raises AskError with the server's words."""
+    reply = _call("POST", f"{url}/predictions/{model}", key, files=parts, headers={"Accept": "application/json"})
     _check(reply)
     body = reply.json()
     return {name: np.asarray(values, np.float64) for name, values in body["actions"].items()}, body["info"]
@@ -192,6 +194,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="ask", description="Send one observation to the server, print the actions.")
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8080", help="the inference API (default: %(default)s)")
+    add("--model", default="gr00t", metavar="NAME[/VERSION]", help="(default: %(default)s, its default version)")
     add("--image", nargs="+", action="extend", default=[], metavar="F",
         help="JPEG or PNG files, for the cameras in order, or CAMERA=FILE")  # fmt: skip
     add("--prompt", default="pick up the object", metavar="TEXT", help="the instruction (default: %(default)s)")
@@ -206,9 +209,10 @@ def main() -> int:
     management_url = f"{url.scheme}://{url.hostname}:{url.port + 1}"
     try:
         key, management_key = keys(args.key)
-        metadata = contract(management_url, management_key)
+        metadata = contract(management_url, management_key, args.model)
         tag = choose_embodiment(metadata, args.embodiment)
-        actions, info = ask(args.url.rstrip("/"), key, request_parts(metadata, tag, args.image, args.prompt, args.seed))
+        parts = request_parts(metadata, tag, args.image, args.prompt, args.seed)
+        actions, info = ask(args.url.rstrip("/"), key, parts, args.model)
         print(f'{tag}, "{args.prompt}"')
         print(table(actions))
         print("info: " + "  ".join(f"{name}={value}" for name, value in info.items()))

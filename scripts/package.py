@@ -9,6 +9,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 BASE_CONFIG = ROOT / "config" / "gr00t.yaml"
 HANDLER_FILE = ROOT / "handler" / "gr00t_handler.py"
-MODEL_NAME, CONFIG_NAME = "gr00t", "gr00t.yaml"
+MODEL_NAME, MODEL_VERSION, CONFIG_NAME = "gr00t", "1.0", "gr00t.yaml"
 EMBEDDED = "checkpoint"  # the folder inside the archive, and the value of handler.checkpoint that means it
 
 # What TorchServe 0.12.0 reads from a model config (its ModelConfig.java). It ignores every other key, and a value of
@@ -111,12 +112,17 @@ def _check_together(config: dict[str, Any]) -> None:
 def build(
     checkpoint: Path | None, overlays: list[Path], out: Path, embodiment_tag: str | None = None,
     handler_file: Path = HANDLER_FILE, tokenizer: Path | None = None,
+    name: str = MODEL_NAME, version: str = MODEL_VERSION,
 ) -> Path:  # fmt: skip
     """Builds the archive `out` (replaced if there) and returns its path.
 
     `checkpoint` and `tokenizer` are folders, referenced by absolute path; `checkpoint` None takes the one the overlays
-    name or else embeds the tiny one. Raises ConfigError for an unusable config or a folder that is not there.
+    name or else embeds the tiny one. TorchServe serves it as /predictions/`name`/`version`. Raises ConfigError for an
+    unusable config, name or version, or a folder that is not there.
     """
+    for what, text in {"name": name, "version": version}.items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]{0,63}", text) or text == "all":
+            raise ConfigError(f"the {what} must be letters, digits, `.` and `-`, and not `all`; it is {text!r}")
     config = merge_config(overlays)
     for key, value in {"checkpoint": checkpoint, "tokenizer": tokenizer}.items():
         if value is not None:
@@ -142,11 +148,16 @@ def build(
             write_checkpoint(stage / EMBEDDED, size="tiny", seed=0)
         config_file = work / CONFIG_NAME
         config_file.write_text(yaml.safe_dump(config, sort_keys=True), encoding="utf-8")
-        _run_archiver(work, stage, config_file, handler_file)
+        _run_archiver(work, stage, config_file, handler_file, name, version)
         repacked = out.with_name(f".{out.name}.{os.getpid()}")
-        _repack(work / f"{MODEL_NAME}.mar", repacked)
+        _repack(work / f"{name}.mar", repacked)
         repacked.replace(out)  # at once, so that a server starting now sees the old or the new one
     return out
+
+
+def archive_name(name: str, version: str) -> str:
+    """The archive's file name in a model store, one for each version."""
+    return f"{name}.mar" if version == MODEL_VERSION else f"{name}-{version}.mar"
 
 
 def read_config(archive: Path) -> dict[str, Any]:
@@ -156,11 +167,11 @@ def read_config(archive: Path) -> dict[str, Any]:
     return config
 
 
-def _run_archiver(work: Path, stage: Path, config_file: Path, handler_file: Path) -> None:
+def _run_archiver(work: Path, stage: Path, config_file: Path, handler_file: Path, name: str, version: str) -> None:
     # --extra-files copies the CONTENTS of the folder to the archive's root. The archiver works in, and first deletes,
-    # TMPDIR/gr00t: it gets a TMPDIR of its own, so that two builds (or a folder of that name) do not meet.
+    # TMPDIR/NAME: it gets a TMPDIR of its own, so that two builds (or a folder of that name) do not meet.
     command = [sys.executable, "-m", "model_archiver.model_packaging"]
-    command += ["--model-name", MODEL_NAME, "--version", "1.0", "--handler", str(handler_file.resolve())]
+    command += ["--model-name", name, "--version", version, "--handler", str(handler_file.resolve())]
     command += ["--extra-files", str(stage), "--config-file", str(config_file)]
     command += ["--archive-format", "default", "--export-path", str(work)]
     (work / "tmp").mkdir()
@@ -196,14 +207,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="package", description="Build the model archive for TorchServe.")
     add_arguments(parser)
-    parser.add_argument("--out", type=Path, default=ROOT / "model_store" / "gr00t.mar", help="(default: %(default)s)")
+    add = parser.add_argument
+    add("--name", default=MODEL_NAME, help="the model's, in /predictions/NAME (default: %(default)s)")
+    add("--version", default=MODEL_VERSION, help="the model's, in /predictions/NAME/VERSION (default: %(default)s)")
+    add("--out", type=Path, help="(default: model_store/NAME.mar, or NAME-VERSION.mar for a version of your own)")
     args = parser.parse_args()
+    out = args.out or ROOT / "model_store" / archive_name(args.name, args.version)
     try:
-        out = build(args.checkpoint, args.overlay, args.out, args.embodiment_tag, tokenizer=args.tokenizer)
+        build(args.checkpoint, args.overlay, out, args.embodiment_tag, tokenizer=args.tokenizer, name=args.name,
+              version=args.version)  # fmt: skip
     except ConfigError as error:
         print(f"package: {error}", file=sys.stderr)
         return 1
-    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
+    print(f"{out.resolve()} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 

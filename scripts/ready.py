@@ -49,12 +49,12 @@ def readiness(management_url: str, key: str | None) -> Verdict:
 
 
 class ReadyServer(ThreadingHTTPServer):
-    """GET /ready on loopback, in a thread of its own, until `shutdown`. The verdict is at most half a second old."""
+    """GET /ready, in a thread of its own, until `shutdown`. The verdict is at most half a second old."""
 
     daemon_threads = True
 
-    def __init__(self, port: int, verdict: Callable[[], Verdict]) -> None:
-        super().__init__(("127.0.0.1", port), _Ready)
+    def __init__(self, host: str, port: int, verdict: Callable[[], Verdict]) -> None:
+        super().__init__((host, port), _Ready)
         self._verdict, self._lock = verdict, threading.Lock()
         self._last: tuple[float, Verdict] = (float("-inf"), (False, ""))
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -90,20 +90,31 @@ class _Ready(BaseHTTPRequestHandler):
 
 
 def serve_ready(server: Server, port: int) -> ReadyServer:
-    """Answers GET /ready for a server of ours."""
-    return ReadyServer(port, lambda: readiness(server.management_url, server.management_key))
+    """Answers GET /ready for a server of ours, on its address."""
+    return ReadyServer(server.host, port, lambda: readiness(server.management_url, server.management_key))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say which running server is meant."""
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8081", help="management API (default: %(default)s)")
+    add("--key-file", type=Path, default=ROOT / ".run" / "key_file.json",
+        help="TorchServe's (default: .run/key_file.json)")  # fmt: skip
+
+
+def read_keys(key_file: Path) -> tuple[str | None, str | None]:
+    """(inference key, management key); without authorization there is no file, and no key."""
+    if not key_file.is_file():
+        return None, None
+    keys = json.loads(key_file.read_text(encoding="utf-8"))
+    return keys["inference"]["key"], keys["management"]["key"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8081", help="management API (default: %(default)s)")
-    parser.add_argument("--key-file", type=Path, default=ROOT / ".run" / "key_file.json",
-                        help="TorchServe's (default: .run/key_file.json)")  # fmt: skip
+    add_arguments(parser)
     args = parser.parse_args()
-    key = None
-    if args.key_file.is_file():  # without authorization there is none
-        key = json.loads(args.key_file.read_text())["management"]["key"]
-    ready, why = readiness(args.url.rstrip("/"), key)
+    ready, why = readiness(args.url.rstrip("/"), read_keys(args.key_file)[1])
     print(f"{'ready' if ready else 'not ready'}: {why}")
     return 0 if ready else 1
 

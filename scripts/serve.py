@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import ipaddress
 import json
 import logging.handlers
 import os
@@ -34,6 +35,7 @@ import requests
 from scripts.package import EMBEDDED, MODEL_NAME, ROOT, ConfigError, add_arguments, build, read_config
 
 RUN_DIR = ROOT / ".run"
+LOOPBACK = "127.0.0.1"
 DEFAULT_PORTS = [8080, 8081, 8082, 7070, 7071]  # inference, management, metrics, gRPC inference, gRPC management
 IN_FORCE = ["batchSize", "maxBatchDelay", "minWorkers", "maxWorkers", "responseTimeout", "startupTimeout"]
 STOP_SECONDS = 20.0  # for TorchServe to stop by itself; it takes 3 to 5
@@ -56,22 +58,56 @@ def local_session() -> requests.Session:
     return session
 
 
+class StartFailure:
+    """Why no worker can start, from the lines that TorchServe prints. It would try again for minutes itself."""
+
+    def __init__(self, startup_timeout: int) -> None:
+        self.reason: str | None = None
+        self._startup_timeout = startup_timeout  # s
+        self._last_error: str | None = None  # last Python exception seen
+
+    def read(self, line: str) -> str | None:
+        """Takes one line; returns the reason if this line says so."""
+        error = re.search(r"MODEL_LOG - (\w+(?:\.\w+)*(?:Error|Exception): .*)", line)
+        if error and not re.search("RuntimeError: 50[07] - ", line):  # these two hide the error that came before
+            self._last_error = error[1]
+        reason = None
+        if START_FAILED in line:
+            reason = line.split(START_FAILED, 1)[1].strip()
+        elif "Backend worker did not respond in given time" in line:
+            reason = f"the worker did not load the model within startupTimeout ({self._startup_timeout} s)"
+        elif "Failed to load model: " in line:  # Java could not use the archive
+            reason = line.split(" - ", 1)[-1]
+        elif "Retry worker: " in line:
+            reason = f"the worker ended while it loaded the model: {self._last_error or 'it did not say why'}"
+        self.reason = self.reason or reason  # the first: what comes later follows from it
+        return reason
+
+
 class Server:
-    """TorchServe with one archive, on loopback: `with Server(archive, run_dir=...) as server: ...`.
+    """TorchServe with one archive: `with Server(archive, run_dir=...) as server: ...`.
 
     archive: made by `package.build`. run_dir: working directory of TorchServe (key file, logs, settings; mode 0700).
     port: inference at `port`, management, metrics and both gRPC at the next four; 0 picks free ones; None takes
     TorchServe's own, 8080 to 8082 and 7070 to 7071. auth: False switches token authorization off.
     on_line: called, from a thread, with each line that TorchServe prints; `log_path` has them all.
+    host: the IPv4 address of inference, gRPC inference and metrics; management is always on loopback. Another than
+    loopback needs `auth`, else StartError. model_api: archives in `archive`'s folder can be registered while it runs.
     """
 
     def __init__(
-        self, archive: Path, *, run_dir: Path, port: int | None = 0, auth: bool = True, on_line: OnLine | None = None
-    ) -> None:
+        self, archive: Path, *, run_dir: Path, port: int | None = 0, auth: bool = True, on_line: OnLine | None = None,
+        host: str = LOOPBACK, model_api: bool = False,
+    ) -> None:  # fmt: skip
         self.archive, self.run_dir, self.auth = archive.resolve(), run_dir.resolve(), auth
+        self.host, self.model_api = host, model_api
+        if not ipaddress.IPv4Address(host).is_loopback and not auth:
+            raise StartError(f"{host} can be reached by others, so authorization must stay on there")
         self.config: dict[str, Any] = read_config(self.archive)
         self.ports = pick_ports(port)
-        self.inference_url, self.management_url, self.metrics_url = (f"http://127.0.0.1:{p}" for p in self.ports[:3])
+        near = LOOPBACK if host == "0.0.0.0" else host  # how this machine reaches what listens on `host`
+        self.inference_url, self.metrics_url = (f"http://{near}:{self.ports[i]}" for i in (0, 2))
+        self.management_url = f"http://{LOOPBACK}:{self.ports[1]}"
         self.predict_url = f"{self.inference_url}/predictions/{MODEL_NAME}"
         self.log_path = self.run_dir / "logs" / "console.log"
         self.key_file = self.run_dir / "key_file.json"
@@ -80,8 +116,7 @@ class Server:
         self._on_line = on_line or (lambda line: None)
         self._process: subprocess.Popen[str] | None = None
         self._last_lines: deque[str] = deque(maxlen=15)
-        self._last_error: str | None = None  # last Python exception seen in the output
-        self._failure: str | None = None  # why no worker can start
+        self._failure = StartFailure(self.config["startupTimeout"])
         self._news = threading.Event()  # set when the output says how the start went
 
     def __enter__(self) -> Server:
@@ -102,7 +137,7 @@ class Server:
             self._lock.close()
             raise StartError(f"another server runs in {self.run_dir}; stop that one first") from None
         for port in self.ports:
-            if not is_free(port):
+            if not is_free(port, self.host):
                 self._lock.close()
                 raise StartError(f"port {port} is in use; stop what listens there, or choose others with --port N")
         self.key_file.unlink(missing_ok=True)  # of an earlier run
@@ -182,13 +217,15 @@ class Server:
         """The repository's config.properties with this server's ports; the model store is on the command line."""
         rest, management, metrics, grpc, grpc_management = self.ports
         own = {
-            "inference_address": f"http://127.0.0.1:{rest}",
-            "management_address": f"http://127.0.0.1:{management}",
-            "metrics_address": f"http://127.0.0.1:{metrics}",
+            "inference_address": f"http://{self.host}:{rest}",
+            "management_address": f"http://{LOOPBACK}:{management}",
+            "metrics_address": f"http://{self.host}:{metrics}",
+            "grpc_inference_address": self.host,
             "grpc_inference_port": str(grpc),
             "grpc_management_port": str(grpc_management),
             "load_models": self.archive.name,
             "disable_token_authorization": str(not self.auth).lower(),
+            "enable_model_api": "true" if self.model_api else "",
             "model_store": "",
         }
         lines = (ROOT / "config.properties").read_text(encoding="ascii").splitlines()
@@ -201,36 +238,19 @@ class Server:
         for line in map(str.rstrip, self._process.stdout):
             log.emit(logging.makeLogRecord({"msg": line}))
             self._last_lines.append(line)
-            if not self._failure:
-                self._failure = self._start_failure(line)
-                if self._failure:
-                    self._news.set()
+            if self._failure.reason is None and self._failure.read(line):
+                self._news.set()
             self._on_line(line)
         log.close()
         self._news.set()
-
-    def _start_failure(self, line: str) -> str | None:
-        """Why no worker can start, if this line of output says so. TorchServe itself would try again for minutes."""
-        if START_FAILED in line:
-            return line.split(START_FAILED, 1)[1].strip()
-        error = re.search(r"MODEL_LOG - (\w+(?:\.\w+)*(?:Error|Exception): .*)", line)
-        if error and not re.search("RuntimeError: 50[07] - ", line):  # these two hide the error that came before
-            self._last_error = error[1]
-        if "Backend worker did not respond in given time" in line:
-            return f"the worker did not load the model within startupTimeout ({self.config['startupTimeout']} s)"
-        if "Failed to load model: " in line:  # Java could not use the archive
-            return line.split(" - ", 1)[-1]
-        if "Retry worker: " in line:
-            return f"the worker ended while it loaded the model: {self._last_error or 'it did not say why'}"
-        return None
 
     def _wait_until_ready(self) -> None:
         assert self._process is not None
         deadline = time.monotonic() + JAVA_SECONDS + self.config["startupTimeout"]
         while True:
             ended = self._process.poll() is not None
-            if self._failure:
-                raise StartError(self._failure)
+            if self._failure.reason:
+                raise StartError(self._failure.reason)
             if ended:
                 self._reader.join(5)
                 raise StartError("\n  ".join(["TorchServe ended. Its last words:", *self._last_lines]))
@@ -252,11 +272,11 @@ class Server:
                 raise StartError(f"{key} in force is {model.get(key)}, but the archive says {self.config[key]}")
 
 
-def is_free(port: int) -> bool:
-    """Whether a server can listen on this loopback port."""
+def is_free(port: int, host: str = LOOPBACK) -> bool:
+    """Whether a server can listen on this port of an address of this machine."""
     with socket.socket() as probe, contextlib.suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TorchServe does: closed connections linger
-        probe.bind(("127.0.0.1", port))
+        probe.bind((host, port))
         return True
     return False
 
@@ -267,6 +287,14 @@ def _port(text: str) -> int:
     if not 1 <= port <= 65531:
         raise argparse.ArgumentTypeError("must be from 1 to 65531")
     return port
+
+
+def _address(text: str) -> str:
+    """An IPv4 address, for argparse."""
+    try:
+        return str(ipaddress.IPv4Address(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an IPv4 address of this machine, not {text!r}") from None
 
 
 def pick_ports(port: int | None) -> list[int]:
@@ -335,6 +363,11 @@ def main() -> int:
     parser.add_argument(
         "--port", type=_port, metavar="N", help="inference; the next four are used too (default: 8080)"
     )
+    parser.add_argument("--host", type=_address, default=LOOPBACK, metavar="ADDRESS",
+                        help="IPv4 address for inference, metrics and /ready, 0.0.0.0 for all (default: %(default)s); "
+                        "management stays on loopback")  # fmt: skip
+    parser.add_argument("--model-api", action="store_true",
+                        help="let the management API register archives, for ./scripts/swap")  # fmt: skip
     parser.add_argument("--ready-port", type=int, metavar="N", help="answer GET /ready there, for load balancers")
     parser.add_argument("--no-auth", action="store_true", help="switch token authorization off")
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that TorchServe prints")
@@ -356,7 +389,8 @@ def main() -> int:
         print("serve: packaging", flush=True)
         archive = RUN_DIR / "model_store" / f"{MODEL_NAME}.mar"
         build(args.checkpoint, args.overlay, archive, args.embodiment_tag, tokenizer=args.tokenizer)
-        server = Server(archive, run_dir=RUN_DIR, port=args.port, auth=not args.no_auth, on_line=show)
+        server = Server(archive, run_dir=RUN_DIR, port=args.port, auth=not args.no_auth, on_line=show, host=args.host,
+                        model_api=args.model_api)  # fmt: skip
         print("serve: starting TorchServe", flush=True)
         with server:
             if args.ready_port is not None:
@@ -387,6 +421,7 @@ READY after {seconds:.0f} s: {server.predict_url}
   key         {key if server.auth else "NONE: AUTHORIZATION IS OFF, ANYONE WHO REACHES THE PORTS CAN USE THEM"}
   checkpoint  {"tiny, with random weights, in the archive" if checkpoint == EMBEDDED else checkpoint}
   logs        {server.log_path.parent}
+  model API   {"ON: the management key can load any folder of this machine as a model" if server.model_api else "off"}
   try         ./scripts/ask{url} --prompt "pick up the cup"
 Ctrl-C stops it.
 """

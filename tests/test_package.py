@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -186,6 +188,35 @@ def test_archive_contents(tmp_path: Path, stand_in: Path) -> None:
     assert config == merge_config([BATCHED]) == read_config(archive)
 
 
+def test_an_archive_has_a_name_and_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake_checkpoint: None
+) -> None:
+    monkeypatch.setattr(package, "ROOT", tmp_path)  # only for where archives go
+    shutil.copytree(ROOT / "handler", tmp_path / "handler", ignore=shutil.ignore_patterns("__pycache__"))
+    for words, file, name, version in (
+        ([], "gr00t.mar", "gr00t", "1.0"),
+        (["--version", "2.0"], "gr00t-2.0.mar", "gr00t", "2.0"),
+        (["--name", "arm"], "arm.mar", "arm", "1.0"),
+        (["--name", "arm", "--version", "2026.11-b"], "arm-2026.11-b.mar", "arm", "2026.11-b"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["package", *words])
+        assert package.main() == 0
+        archive = tmp_path / "model_store" / file
+        assert capsys.readouterr().out.startswith(f"{archive} (")
+        with zipfile.ZipFile(archive) as mar:
+            model = json.loads(mar.read("MAR-INF/MANIFEST.json"))["model"]
+        assert (model["modelName"], model["modelVersion"]) == (name, version)
+
+
+@pytest.mark.parametrize("text", ["", "all", "../1", "1/2", "a b", "1_0", "-1"])
+def test_a_name_or_version_that_is_no_part_of_a_path_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="the version must be"):
+        build(None, [], tmp_path / "x.mar", version=text)
+    with pytest.raises(ConfigError, match="the name must be"):
+        build(None, [], tmp_path / "x.mar", name=text)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_given_checkpoint_is_named_not_copied(
     tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +270,31 @@ def test_config_properties_are_closed_by_default() -> None:
     assert settings["decode_input_request"] == settings["install_py_dep_per_model"] == "false"
     assert int(settings["max_request_size"]) == 33554432 and int(settings["token_expiration_min"]) > 60
     assert not {"disable_token_authorization", "enable_model_api", "models"} & set(settings)
+
+
+def test_what_opens_a_server(tmp_path: Path, stand_in: Path) -> None:
+    archive = build(None, [], tmp_path / "gr00t.mar", handler_file=stand_in)
+
+    def settings(**options: Any) -> dict[str, str]:
+        return properties(Server(archive, run_dir=tmp_path / "run", **options)._settings())
+
+    closed = settings()
+    assert "enable_model_api" not in closed and closed["allowed_urls"] == "none"
+    assert closed["grpc_inference_address"] == "127.0.0.1"
+    with_api = settings(model_api=True)
+    assert (with_api["enable_model_api"], with_api["allowed_urls"]) == ("true", "none")
+    opened = settings(host="10.0.0.1", port=9000)
+    assert (opened["inference_address"], opened["metrics_address"]) == ("http://10.0.0.1:9000", "http://10.0.0.1:9002")
+    assert opened["grpc_inference_address"] == "10.0.0.1"
+    assert opened["management_address"] == "http://127.0.0.1:9001"
+    assert opened["grpc_management_address"] == "127.0.0.1"
+    for host in ("10.0.0.1", "0.0.0.0"):
+        with pytest.raises(StartError, match="authorization must stay on"):
+            settings(host=host, auth=False)
+    with pytest.raises(argparse.ArgumentTypeError, match="IPv4"):
+        serve._address("localhost")
+    server = Server(archive, run_dir=tmp_path / "run", host="0.0.0.0")
+    assert server.inference_url.startswith("http://127.0.0.1:")
 
 
 # A server
@@ -432,7 +488,7 @@ def launch(tree: Path, *args: str, name: str = "serve", **env: str) -> subproces
 
 
 def test_commands_are_links_to_the_launcher() -> None:
-    for name in ("serve", "ask", "test", "package", "make_checkpoint", "check_golden", "bench"):
+    for name in ("serve", "ask", "test", "package", "make_checkpoint", "check_golden", "bench", "scale", "swap"):
         assert os.readlink(ROOT / "scripts" / name) == "launch"
     assert os.access(ROOT / "scripts" / "launch", os.X_OK) and os.access(ROOT / ".ci" / "run", os.X_OK)
 
