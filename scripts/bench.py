@@ -36,9 +36,10 @@ from handler.images import decode_image
 from handler.observation import Limits
 from handler.policy import DTYPES, ENGINES, Gr00tPolicy
 from handler.problem import Problem
-from scripts.bench_client import connect
+from scripts.bench_client import actions_of, connect
 from scripts.bench_engine import batch_of, free
 from scripts.check_golden import GOLDEN, compare
+from scripts.gateway import GatewayProcess
 from scripts.make_checkpoint import write_checkpoint
 from scripts.package import EMBEDDED, MODEL_NAME, ROOT, ConfigError, build, merge_config
 from scripts.report import command, machine, relative, write_report
@@ -138,7 +139,8 @@ class Setup:
     name: str
     overlays: list[Path] = field(default_factory=list)
     properties: dict[str, str] = field(default_factory=dict)
-    server: Server | None = None  # None: behind the gateway, with settings that are not known here
+    server: Server | None = None
+    gateway: GatewayProcess | None = None
     in_force: dict[str, int] = field(default_factory=dict)
     ready_after_s: float | None = None
     letter: str = "?"  # in the table
@@ -399,8 +401,7 @@ def make_bodies(contract: dict[str, Any], count: int, args: argparse.Namespace) 
     if args.embodiment_tag not in tags:
         raise BenchError(f"the checkpoint has no embodiment {args.embodiment_tag}, but {', '.join(tags)}")
     fields = [observation(contract, args.embodiment_tag, tuple(args.size), seed) for seed in range(count)]
-    encodings = dict.fromkeys([*args.encodings, *(["msgpack"] if args.gateway_url else [])])
-    return {encoding: [encode(f, encoding) for f in fields] for encoding in encodings}
+    return {encoding: [encode(f, encoding) for f in fields] for encoding in args.encodings}
 
 
 def alone(setups: list[Setup], steps: list[dict[str, float]], args: argparse.Namespace, temp: Path,
@@ -432,12 +433,11 @@ def alone(setups: list[Setup], steps: list[dict[str, float]], args: argparse.Nam
 
 def orders(line: Line, bodies: Bodies, args: argparse.Namespace) -> list[dict[str, Any]]:
     """What the clients of this line send, and where, see `bench_client.connect`."""
-    if line.setup.server is None:
-        url, key = args.gateway_url, args.gateway_key
-    else:
-        rest, grpc = line.setup.server.predict_url, f"http://127.0.0.1:{line.setup.server.ports[3]}"
-        url, key = grpc if line.protocol == "grpc" else rest, line.setup.server.inference_key
-    common = {"protocol": line.protocol, "url": url, "key": key}
+    server, gateway = line.setup.server, line.setup.gateway
+    assert server is not None
+    url = {"rest": server.predict_url, "grpc": f"http://127.0.0.1:{server.ports[3]}",
+           "openpi": gateway.url if gateway else ""}[line.protocol]  # fmt: skip
+    common = {"protocol": line.protocol, "url": url, "key": server.inference_key}
     return [{**common, "content_type": kind, "body": body} for _, kind, body in bodies[line.encoding]]
 
 
@@ -450,7 +450,7 @@ def ask_alone(order: dict[str, Any]) -> Arrays:
         close()
     if status != "200":
         raise BenchError(f"{order['protocol']} answered {status}: {body[:300].decode('utf-8', 'replace')}")
-    return arrays(msgpack.packb(msgpack.unpackb(body, strict_map_key=False)["actions"]))
+    return arrays(msgpack.packb(actions_of(order, msgpack.unpackb(body, strict_map_key=False))))
 
 
 def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
@@ -473,6 +473,8 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
                 TunedServer(archive, run_dir=temp / f"run{n}", properties=setup.properties)
             )
             setup.ready_after_s = round(time.perf_counter() - began, 1)
+            if "openpi" in args.protocols:
+                setup.gateway = stack.enter_context(GatewayProcess(setup.server, temp / f"gateway{n}"))
             # With other settings in force a server does not start.
             setup.in_force = {key: setup.server.config[key] for key in SHOWN}
             setup.letter = chr(ord("A") + n)
@@ -480,12 +482,9 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
         assert setups[0].server is not None
         contract = setups[0].server.describe(customized=True)["customizedMetadata"]
         bodies = bodies or make_bodies(contract, max(int(load["clients"]) for load in steps), args)
-        # TorchServe takes forms over REST alone, openpi has none.
+        # TorchServe takes forms over REST alone, OpenPI has none.
         lines = [Line(setup, protocol, encoding) for setup in setups for protocol in args.protocols
                  for encoding in args.encodings if protocol == "rest" or encoding == "msgpack"]  # fmt: skip
-        if args.gateway_url:
-            lines.append(Line(Setup(f"gateway {args.gateway_url}", letter="@"), "openpi", "msgpack"))
-            print(f"@  {lines[-1].setup.name}")
         report |= {
             "checkpoint": contract["checkpoint"],
             "dtype": contract["dtype"],
@@ -658,11 +657,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, help="of a step at most; of an open-loop step (10)")
     add("--warmup", type=int, default=5, help="requests a client before each step")
     add("--rounds", type=int, default=1, help="how often to go through all steps; figures are of all rounds together")
-    add("--protocols", nargs="+", choices=("rest", "grpc"), default=["rest"])
+    add("--protocols", nargs="+", choices=("rest", "grpc", "openpi"), default=["rest"],
+        help="openpi: through ./scripts/gateway, which is started before each server")
     add("--encodings", nargs="+", choices=("msgpack", "jpeg"), default=["msgpack"],
         help="jpeg: multipart, over REST only")
-    add("--gateway-url", metavar="URL", help="ws://... of a server of openpi's protocol, to be measured as well")
-    add("--gateway-key", metavar="KEY")
     add("--embodiment-tag", help="default: the checkpoint's first")
     add("--size", type=int, nargs=2, default=[256, 256], metavar=("HEIGHT", "WIDTH"))
     add("--ceiling-rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32],
@@ -677,8 +675,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("numbers must be positive; --warmup and --think-ms may be 0")
     if not (args.clients or args.open_loop):
         parser.error("nothing to measure: give --clients or --open-loop")
-    if "msgpack" not in args.encodings and "rest" not in args.protocols:
-        parser.error("jpeg goes over REST only: add `--protocols rest`")
+    if "msgpack" not in args.encodings and args.protocols != ["rest"]:
+        parser.error("jpeg goes over REST only: add `--encodings msgpack`, or leave out the other protocols")
     if args.golden and not args.ceiling_rows:
         parser.error("--golden needs the policy in this process: give --ceiling-rows")
     if args.compare is None:

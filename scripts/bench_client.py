@@ -100,7 +100,7 @@ def prediction(reply: bytes) -> bytes:
 
 
 def openpi(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:
-    """A WebSocket server of openpi's protocol: metadata first, then an observation and its actions in turn."""
+    """The gateway, as openpi-client speaks to it: metadata first, then an observation and its actions in turn."""
     from websockets.sync.client import connect
 
     headers = {"Authorization": f"Api-Key {order['key']}"} if order["key"] else {}
@@ -115,6 +115,15 @@ def openpi(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:
         return ("error", reply.encode()) if isinstance(reply, str) else ("200", reply)  # text is a traceback or reason
 
     return ask, opened.close
+
+
+def actions_of(order: dict[str, Any], document: dict[Any, Any]) -> dict[Any, Any]:
+    """The groups of actions of an answer, arrays still packed."""
+    if order["protocol"] != "openpi":
+        actions: dict[Any, Any] = document["actions"]
+        return actions
+    # There they stand beside `actions`, which has them all in one.
+    return {key: v for key, v in document.items() if isinstance(v, dict) and b"__ndarray__" in v and key != "actions"}
 
 
 def due_times(order: dict[str, Any], start: float) -> Iterator[float]:
@@ -160,7 +169,7 @@ def run(order: dict[str, Any], connection: Connection) -> dict[str, Any]:
         if status == "200":
             document = msgpack.unpackb(body, strict_map_key=False)
             info = document.get("info") or {}
-            answers.add(msgpack.packb(document["actions"]))
+            answers.add(msgpack.packb(actions_of(order, document)))
         else:
             complaint = body[:300].decode("utf-8", "replace")
         records.append((due, sent, received, status, info.get("wave_requests", 0), info.get("inference_ms", 0.0)))

@@ -20,8 +20,9 @@ import requests
 import torch
 
 from handler.policy import Actions
-from scripts.bench import command, machine, observation, pack, write_report
+from scripts.bench import observation, pack
 from scripts.package import MODEL_NAME, ROOT, build
+from scripts.report import command, machine, write_report
 from scripts.serve import Server, StartError
 from tests.client import Body, differences, post, read, wave
 

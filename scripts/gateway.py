@@ -12,7 +12,9 @@ import contextlib
 import hmac
 import itertools
 import logging
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter, deque
@@ -33,6 +35,7 @@ from scripts.gateway_keys import Keys, new_key
 from scripts.gateway_translate import Episode, Translation, deadline_of, for_openpi, in_words, pack, problem_of, unpack
 from scripts.gateway_upstream import Upstream
 from scripts.package import ROOT
+from scripts.serve import Server, StartError, pick_ports
 
 logger = logging.getLogger("gateway")
 
@@ -41,6 +44,7 @@ PASSED_ON = ("content-type", "accept", "content-encoding", "x-request-timeout-ms
 ANSWERED = ("Content-Type", "Retry-After", "X-Request-Id")
 SHOWN = 60.0  # s that the status page's rates cover
 BODY_SECONDS = 30  # for an HTTP body to arrive
+START_SECONDS = 60.0  # for a gateway to find TorchServe
 DRAIN_SECONDS = 20.0  # for answers that are under way when the gateway is told to stop
 IDLE_SECONDS = 300.0  # after which a robot without a connection of its own is forgotten
 
@@ -460,6 +464,53 @@ async def _listening(app: web.Application, host: str, port: int) -> AsyncIterato
 
 async def _healthy(_: web.Request) -> web.Response:
     return web.Response(text="OK\n")
+
+
+class GatewayProcess:
+    """`./scripts/gateway` on free ports, in front of a server: `with GatewayProcess(server, folder) as gateway: ...`.
+
+    folder: for its settings and its log. settings: over config/gateway.yaml.
+    """
+
+    def __init__(self, server: Server, folder: Path, **settings: Any) -> None:
+        self.port, self.zmq_port, self.admin_port = pick_ports(0)[:3]
+        self.url = f"ws://127.0.0.1:{self.port}"
+        self.log_path = folder / "gateway.log"
+        self._config = folder / "gateway.yaml"
+        self._settings = {
+            "inference_url": server.inference_url, "management_url": server.management_url,
+            "key_file": str(server.key_file), "port": self.port, "zmq_port": self.zmq_port,
+            "admin_port": self.admin_port, **settings,
+        }  # fmt: skip
+
+    def __enter__(self) -> GatewayProcess:
+        self._config.parent.mkdir(parents=True, exist_ok=True)
+        self._config.write_text(yaml.safe_dump(self._settings), encoding="utf-8")
+        with self.log_path.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), "--config", str(self._config)],
+                stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            )  # fmt: skip
+        deadline = time.monotonic() + START_SECONDS
+        while "Robots: " not in self.log_path.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise StartError(f"the gateway did not start: {self.log_path.read_text()[-500:]}")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """Lets it end as on Ctrl-C, and returns its exit status."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(DRAIN_SECONDS + 20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
 def main() -> int:

@@ -262,7 +262,9 @@ def gateway(policy: Gr00tPolicy) -> Iterator[str]:
         for message in connection:
             assert isinstance(message, bytes)
             fields, _ = decode(Request({"Content-Type": "application/msgpack"}, [Part("body", "", message)]))
-            connection.send(msgpack.packb({"actions": openpi(policy.get_action(fields)), "server_timing": {}}))
+            actions = policy.get_action(fields)
+            joined = np.concatenate(list(actions.values()), axis=-1)
+            connection.send(msgpack.packb(openpi({**actions, "actions": joined, "server_timing": {}})))
 
     with serve(robot, "127.0.0.1", 0, compression=None, max_size=None) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -290,15 +292,14 @@ def test_clients_count_their_requests_and_return_what_they_got(gateway: str, pol
     assert [process.returncode for process in clients.processes] == [0, 0, 0]
 
 
-def test_a_short_run(gateway: str, policy: Gr00tPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_a_short_run(policy: Gr00tPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                      capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     monkeypatch.setattr(bench, "CEILING_SECONDS", 0.0)
     report_file, plot_file = tmp_path / "reports" / "bench.json", tmp_path / "bench.png"
     words = ["--compare", f"{ROOT}/config/batched.yaml,maxBatchDelay=3,torchserve.metrics_mode=log"]
     words += ["--clients", "1", "3", "--warmup", "1"]
     words += ["--seconds", "1", "--rounds", "2", "--open-loop", "8", "--open-clients", "4", "--ceiling-rows", "2"]
-    words += ["--protocols", "rest", "grpc", "--encodings", "msgpack", "jpeg", "--size", "64", "64"]
-    words += ["--gateway-url", gateway, "--gateway-key", "secret"]
+    words += ["--protocols", "rest", "grpc", "openpi", "--encodings", "msgpack", "jpeg", "--size", "64", "64"]
     code = bench.main([*words, "--json", str(report_file), "--plot", str(plot_file)])
     output = capsys.readouterr()
     assert code == 0, output.err

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import venv
 from collections.abc import Iterator
@@ -21,17 +20,16 @@ import msgpack
 import numpy as np
 import pytest
 import requests
-import yaml
 import zmq
 
 from handler.policy import Actions, Gr00tPolicy
 from handler.problem import Problem
-from scripts.gateway import read_settings
+from scripts.gateway import GatewayProcess, read_settings
 from scripts.gateway_keys import Keys, new_key
 from scripts.gateway_translate import Episode, Translation, pack
 from scripts.gateway_upstream import Turnstile
 from scripts.package import ROOT, build
-from scripts.serve import Server, local_session, pick_ports
+from scripts.serve import Server, local_session
 from tests.client import arrived, as_msgpack, differences, gr00t, read
 from tests.conftest import DROID, LIBERO, observation
 
@@ -180,33 +178,13 @@ class ShortLived(Server):
         return super().describe(customized)
 
 
-class RunningGateway:
-    """`./scripts/gateway` in a process of its own, in front of a server."""
+class RunningGateway(GatewayProcess):
+    """A gateway with keys of its own; `key` is one of them."""
 
     def __init__(self, server: Server, folder: Path, **settings: Any) -> None:
-        self.port, self.zmq_port, self.admin_port = pick_ports(0)[:3]
         self.keys = folder / "keys.json"
         self.key = new_key(self.keys, "fleet", 1)
-        config = folder / "gateway.yaml"
-        config.write_text(yaml.safe_dump({
-            "inference_url": server.inference_url, "management_url": server.management_url,
-            "key_file": str(server.key_file), "keys": str(self.keys), "port": self.port, "zmq_port": self.zmq_port,
-            "admin_port": self.admin_port, **settings,
-        }))  # fmt: skip
-        self.log = folder / "gateway.log"
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "scripts" / "gateway.py"), "--config", str(config)],
-            stdout=self.log.open("w"), stderr=subprocess.STDOUT, cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-        deadline = time.monotonic() + 60
-        while "Robots: " not in self.log.read_text():
-            assert self._process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
-
-    def stop(self) -> int:
-        self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(60)
+        super().__init__(server, folder, keys=str(self.keys), **settings)
 
     def status(self) -> dict[str, Any]:
         with local_session() as session:
@@ -251,9 +229,10 @@ def gateway(
         "observation/state": [f"state.{key}" for key in contract["state"]],
     }
     running = RunningGateway(server, tmp_path_factory.mktemp("gateway"), embodiment_tag=LIBERO, key_map=key_map)
-    yield running
-    assert running.stop() == 0, running.log.read_text()
-    assert "Traceback" not in running.log.read_text()
+    with running:
+        yield running
+        assert running.stop() == 0, running.log_path.read_text()
+    assert "Traceback" not in running.log_path.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -535,7 +514,7 @@ def test_the_server_s_own_keys_expire_and_nobody_notices(gateway: RunningGateway
             break
         time.sleep(0.5)
     assert server.inference_key != first
-    assert "renewed TorchServe's keys" in gateway.log.read_text()
+    assert "renewed TorchServe's keys" in gateway.log_path.read_text()
     headers, body = as_msgpack(f)
     with local_session() as session:
         for key, status in ((first, 400), (server.inference_key, 200)):
@@ -547,7 +526,7 @@ def test_the_server_s_own_keys_expire_and_nobody_notices(gateway: RunningGateway
 def test_no_server_is_said_in_clear_words(server: ShortLived, exact: Gr00tPolicy, tmp_path: Path) -> None:
     """TorchServe goes and comes: an error after the gateway's patience, answers again afterwards."""
     gateway = RunningGateway(server, tmp_path, embodiment_tag=LIBERO, patience_s=5)
-    try:
+    with gateway:
         robot, f = Gr00tRobot(gateway), observation(exact, LIBERO, seed=6)
         data = {"observation": {key: value for key, value in f.items() if key != "options"}, "options": f["options"]}
         assert len(robot.call("get_action", data)) == 2
@@ -560,7 +539,6 @@ def test_no_server_is_said_in_clear_words(server: ShortLived, exact: Gr00tPolicy
         while "error" in (answer := robot.call("get_action", data)):
             assert time.monotonic() < deadline, answer
         assert not differences({key: npy(value) for key, value in answer[0].items()}, exact.get_action(f))
-    finally:
         assert gateway.stop() == 0
 
 
