@@ -26,13 +26,14 @@ from ts.torch_handler.base_handler import BaseHandler
 from handler.observation import Limits
 from handler.policy import Gr00tPolicy
 from handler.problem import Problem
+from handler.telemetry import Telemetry
 from handler.wave import ContextLost, Slot, fill, run
 from handler.wire import Part, Request, encode_problem, encode_reply
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-GRPC_HEADERS = ("content-type", "accept", "x-request-timeout-ms", "x-request-start")
+GRPC_HEADERS = ("content-type", "accept", "x-request-id", "x-request-timeout-ms", "x-request-start")
 ENGINES = {"auto": None, "fused": True, "plain": False}
 
 
@@ -55,7 +56,7 @@ def unpack(batch: list[dict[str, Any]]) -> tuple[list[RequestProcessor], list[Re
             meant = [part for part in parts if part.name in GRPC_HEADERS and len(part.value) <= 1024]
             headers.update({part.name: part.value.decode("utf-8", "replace") for part in meant})
             parts = [part for part in parts if part not in meant]
-        requests.append(Request(headers, parts))
+        requests.append(Request(headers, parts, ids[index]))
     return [RequestProcessor(request.headers) for request in requests], requests, ids
 
 
@@ -106,6 +107,7 @@ class Gr00tHandler(BaseHandler):
             self.pool = ThreadPoolExecutor(self.policy.threads, thread_name_prefix="decode", initializer=own)
         loaded = time.perf_counter()
         self.policy.warm_up()
+        self.telemetry = Telemetry(context.metrics, self.policy)
         Service.retrieve_data_for_inference = staticmethod(unpack)
         self.initialized = True
         logger.info(
@@ -119,17 +121,25 @@ class Gr00tHandler(BaseHandler):
         self.context = context
         if self._is_describe_job(data):
             return [self.describe_handle()]
-        slots = self.preprocess(data)
-        try:
-            self.inference(slots)
-        except ContextLost:
-            self._reply_and_exit(self.postprocess(slots))
-        except Exception:  # a defect of ours: those who have their answer get it all the same
-            logger.exception("a wave could not be run to its end")
-            for slot in slots:
-                if slot.problem is None and len(slot.results) < len(slot.rows):
-                    slot.problem = Problem(500, "the wave failed; the server's log says more")
-        return self.postprocess(slots)
+        lost = False
+        with self.telemetry.stage("preprocess"):
+            slots = self.preprocess(data)
+        with self.telemetry.stage("inference"):
+            try:
+                self.inference(slots)
+            except ContextLost:
+                lost = True
+            except Exception:  # a defect of ours: those who have their answer get it all the same
+                logger.exception("a wave could not be run to its end")
+                for slot in slots:
+                    if slot.problem is None and len(slot.results) < len(slot.rows):
+                        slot.problem = Problem(500, "the wave failed; the server's log says more")
+        with self.telemetry.stage("postprocess"):
+            bodies = self.postprocess(slots)
+        self.telemetry.wave(slots)
+        if lost:
+            self._reply_and_exit(bodies)
+        return bodies
 
     @staticmethod
     def _is_describe_job(data: list[Request]) -> bool:
@@ -166,7 +176,7 @@ class Gr00tHandler(BaseHandler):
     def _reply(self, index: int, slot: Slot, wave: dict[str, int]) -> bytes:
         if slot.problem is not None:
             problem = slot.problem
-            content_type, body = encode_problem(problem)
+            content_type, body = encode_problem(problem, slot.request_id)
             self.context.set_response_status(problem.status, problem.title, index)
             if problem.retry_after is not None:
                 self.context.set_response_header(index, "Retry-After", str(problem.retry_after))
@@ -177,6 +187,7 @@ class Gr00tHandler(BaseHandler):
                 "preprocess_ms": round(slot.preprocess_ms, 3),
                 "inference_ms": round(slot.inference_ms, 3),
                 "seed": slot.rows[0].seed,
+                "request_id": slot.request_id,
                 "checkpoint": self.policy.checkpoint,
             }
             assert slot.observation is not None
@@ -185,6 +196,8 @@ class Gr00tHandler(BaseHandler):
             content_type, body = encode_reply(slot.form, slot.actions(), info)
             self.context.set_response_status(200, "OK", index)
         self.context.set_response_content_type(index, content_type)
+        # TorchServe writes its own id into X-Request-Id, over whatever is set here.
+        self.context.set_response_header(index, "X-Client-Request-Id", slot.request_id)
         return body
 
     def describe_handle(self) -> bytes:
