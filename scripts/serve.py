@@ -210,7 +210,8 @@ class Server:
                 if self._failure:
                     self._news.set()
             self._on_line(line)
-        log.close()
+        with contextlib.suppress(OSError):
+            log.close()
         self._news.set()
 
     def _start_failure(self, line: str) -> str | None:
