@@ -187,8 +187,8 @@ class Gr00tHandler(BaseHandler):
                 "preprocess_ms": round(slot.preprocess_ms, 3),
                 "inference_ms": round(slot.inference_ms, 3),
                 "seed": slot.rows[0].seed,
-                "request_id": slot.request_id,
                 "checkpoint": self.policy.checkpoint,
+                "request_id": slot.request_id,
             }
             assert slot.observation is not None
             if slot.observation.timestamp is not None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 import requests
 import torch
 
@@ -87,10 +88,17 @@ def client(
     out.put((index, begin, time.perf_counter(), records, arrays(last)))
 
 
+def cpu_seconds(server: Server) -> float:
+    """CPU time of TorchServe, its workers and what reads their output, so far."""
+    assert server._process is not None
+    processes = [psutil.Process(), *psutil.Process(server._process.pid).children(recursive=True)]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 def step(server: Server, bodies: list[bytes], warmup: int, count: int) -> tuple[dict[str, Any], list[Any]]:
     """One step of the sweep, a client per body: its figures, and every client's last actions, in order."""
     context = multiprocessing.get_context("spawn")
-    start, out = context.Barrier(len(bodies)), context.Queue()
+    start, out = context.Barrier(len(bodies) + 1), context.Queue()
     processes = [
         context.Process(
             target=client,
@@ -100,7 +108,10 @@ def step(server: Server, bodies: list[bytes], warmup: int, count: int) -> tuple[
     ]
     for process in processes:
         process.start()
+    start.wait()
+    cpu = cpu_seconds(server)
     results = sorted((out.get(timeout=600) for _ in processes), key=lambda result: result[0])
+    cpu = cpu_seconds(server) - cpu
     for process in processes:
         process.join()
     records = [record for result in results for record in result[3]]
@@ -114,6 +125,7 @@ def step(server: Server, bodies: list[bytes], warmup: int, count: int) -> tuple[
         "mean_ms": round(statistics.mean(latencies), 2),
         "p50_ms": round(statistics.median(latencies), 2),
         "p95_ms": round(latencies[int(0.95 * (len(latencies) - 1))], 2),
+        "server_cpu_ms_per_request": round(cpu * 1e3 / len(records), 2),
         "inference_p50_ms": round(statistics.median(record[3] for record in records), 2),
         "requests_by_wave_size": {str(size): waves[size] for size in sorted(waves)},
     }, [result[4] for result in results]
