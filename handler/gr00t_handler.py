@@ -104,7 +104,7 @@ class Gr00tHandler(BaseHandler):
         if self.device.type == "cuda":  # the GPU computes, so the cores are free to decode images
             # A thread begins on the first GPU, which may be another worker's.
             own = functools.partial(torch.cuda.set_device, self.device)
-            self.pool = ThreadPoolExecutor(self.policy.threads, thread_name_prefix="decode", initializer=own)
+            self.pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="decode", initializer=own)
         loaded = time.perf_counter()
         self.policy.warm_up()
         self.telemetry = Telemetry(context.metrics, self.policy)

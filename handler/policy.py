@@ -8,12 +8,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -42,7 +41,6 @@ Actions = dict[str, Float32]
 
 REPRODUCIBLE_ROWS = 8  # the one row count of reproducible mode
 MAX_PINNED = 64 << 20  # bytes of a request's frames; 32 rows with two of 640x480 have 59 million
-COPY_SHARE = 1 << 20  # bytes that are worth a thread of their own
 
 
 @dataclass(frozen=True)
@@ -168,10 +166,7 @@ class Gr00tPolicy:
             del self.model  # the engine has what it needs, and other embodiments' weights go
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self.threads = min(8, os.cpu_count() or 1)
-        self.pool: ThreadPoolExecutor | None = None
-        if self.device.type == "cuda":  # the GPU computes, so the cores are free to copy
-            self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="frames")
+        if self.device.type == "cuda":
             keep_freed_memory()
         self.tokens = lru_cache(maxsize=1024)(self._tokens)  # robots repeat their instruction at every step
         self.load_seconds = time.perf_counter() - start
@@ -316,35 +311,14 @@ class Gr00tPolicy:
         except RuntimeError:  # the host has no more of it; a lost GPU will tell below
             packed = torch.empty(shape, dtype=torch.uint8)
         at = np.cumsum([0, *values])
-        places = [packed.numpy()[:, start:end] for start, end in pairwise(at)]
-
-        def copy(first: int, last: int) -> None:
-            for place, frame in zip(places, frames, strict=True):
-                place[first:last].reshape(frame[first:last].shape)[...] = frame[first:last]
-
-        shares = 1 if self.pool is None else min(self.threads, packed.numel() // COPY_SHARE + 1)
-        bounds = np.linspace(0, rows, min(rows, shares) + 1).astype(int).tolist()
-        self._each(copy, list(pairwise(bounds)))
+        for frame, (start, end) in zip(frames, pairwise(at), strict=True):
+            packed.numpy()[:, start:end].reshape(frame.shape)[...] = frame
         if not upload:
             return packed
         try:
             return packed.to(self.device, non_blocking=True)
         except torch.OutOfMemoryError:  # there may be room when its wave runs; if not, that answers for it
             return packed
-
-    def _each(self, do: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Calls `do` with each of the arguments, side by side; the caller does the first itself."""
-        if self.pool is None or len(arguments) == 1:
-            for each in arguments:
-                do(*each)
-            return
-        others = [self.pool.submit(do, *each) for each in arguments[1:]]
-        try:
-            do(*arguments[0])
-        finally:
-            wait(others)  # all, also when one fails: none may go on writing behind the caller's back
-        for other in others:
-            other.result()
 
     def _tokens(self, instruction: str, grids: tuple[Grid, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Token ids (L,) and positions (3, L) of an instruction after images with these grids."""

@@ -2,10 +2,12 @@
 
 "fault SIGNAL": the worker kills itself; "fault hang": it sleeps; "fault row", "batch", "once": the forward raises with
 this row, with any other beside it, the first time; "fault memory" and "fault context": as a GPU out of memory, or lost.
+"fault full" and "fault assert" are the real ones, on a GPU: all its memory taken, a device-side assert.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -18,6 +20,16 @@ from handler.gr00t_handler import Gr00tHandler
 from handler.observation import Observation
 from handler.policy import Actions, Row
 from handler.problem import Problem
+
+
+def fill(device: torch.device) -> list[torch.Tensor]:
+    """All the memory that the device has left."""
+    taken: list[torch.Tensor] = []
+    for size in (1 << 30, 1 << 26, 1 << 21):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(size, dtype=torch.uint8, device=device))
+    return taken
 
 
 class FaultyHandler(Gr00tHandler):
@@ -54,6 +66,12 @@ class FaultyHandler(Gr00tHandler):
             if "fault context" in words:
                 policy.lost = lambda: True  # type: ignore[method-assign]
                 raise RuntimeError("CUDA error: device-side assert triggered (simulated)")
-            return real_predict(rows)
+            if "fault assert" in words:
+                torch.zeros(4, device=policy.device)[torch.tensor([99], device=policy.device)]
+            taken = fill(policy.device) if "fault full" in words else []
+            try:
+                return real_predict(rows)
+            finally:
+                taken.clear()
 
         policy.prepare, policy.predict = prepare, predict  # type: ignore[method-assign]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from handler.gr00t.engine import ROW_RUNGS, TEXT_RUNGS, Buffers, HostRow, rung_of, splits_of
-from handler.policy import COPY_SHARE, Gr00tPolicy
+from handler.policy import Gr00tPolicy
 from scripts.bench_engine import batch_of
 from tests.conftest import DROID, LIBERO, observation, predict, rows_of
 
@@ -58,7 +57,8 @@ def test_what_an_earlier_wave_left_in_the_padding_changes_no_bit(fused: Gr00tPol
         frames, buffers = used
         fused.resizer([host.frames for host in hosts], [host.sizes for host in hosts], frames)
         buffers.load(hosts, engine.images(grids), engine.generator)
-        return engine.fused.act(buffers.inputs, engine.fused.encode_images(frames, grids, tables), plan)
+        start = engine.fused.begin(buffers.inputs, plan)
+        return engine.fused.act(buffers.inputs, start, engine.fused.encode_images(frames, grids, tables), plan)
 
     used, fresh = ((engine.fused.frames(4, grids), Buffers(engine.fused, 4, tokens)) for _ in range(2))
     full = forward(used, hosts)
@@ -66,40 +66,20 @@ def test_what_an_earlier_wave_left_in_the_padding_changes_no_bit(fused: Gr00tPol
     assert torch.equal(forward(used, hosts[1:])[:3], forward(fresh, hosts[1:])[:3])
 
 
-def test_threads_prepare_and_copy_the_same_bits(checkpoint: Path) -> None:
-    """As on a GPU: requests in threads, and each request's frames in others."""
+def test_threads_prepare_the_same_bits(checkpoint: Path) -> None:
+    """As on a GPU, where a wave's requests are prepared side by side."""
     policy = Gr00tPolicy(checkpoint, engine=True)
     fields = [observation(policy, DROID, seed=seed, prompt=f"push the bowl {seed % 5}") for seed in range(12)]
-    joined = batch_of([observation(policy, DROID, seed=20 + seed) for seed in range(7)])  # megabytes, so several shares
-    assert sum(video.nbytes for video in joined["video"].values()) > 4 * COPY_SHARE
-    fields.append(joined)
+    fields.append(batch_of([observation(policy, DROID, seed=20 + seed) for seed in range(7)]))
     serial = rows_of(policy, *fields)
     want = predict(policy, serial)
-    policy.pool, policy.threads = ThreadPoolExecutor(4), 4
-    with policy.pool, ThreadPoolExecutor(8) as callers:
+    with ThreadPoolExecutor(8) as callers:
         rows = [row for rows in callers.map(lambda f: policy.prepare(policy.check(f)), fields) for row in rows]
-        got = predict(policy, rows)
+    got = predict(policy, rows)
     for a, b, x, y in zip(rows, serial, got, want, strict=True):
         assert torch.equal(a.frames, b.frames)
         assert np.array_equal(a.input_ids, b.input_ids) and np.array_equal(a.state, b.state)
         assert all(np.array_equal(x[key], y[key]) for key in x)
-
-
-def test_a_share_that_fails_does_not_leave_the_others_running(checkpoint: Path) -> None:
-    policy = Gr00tPolicy(checkpoint)
-    done: list[int] = []
-
-    def work(n: int) -> None:
-        if n == 0:
-            raise ValueError("first")
-        time.sleep(0.05)
-        done.append(n)
-
-    with ThreadPoolExecutor(4) as policy.pool:
-        policy.threads = 4
-        with pytest.raises(ValueError, match="first"):
-            policy._each(work, [(n,) for n in range(4)])
-        assert sorted(done) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("engine", [False, True])

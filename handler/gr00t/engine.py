@@ -4,7 +4,8 @@
 worked out beforehand: AdaLN scales and shifts of the four timesteps, the action encoder's time branch, rotary and
 position tables of a grid, and keys and values of the cross-attention once per forward. `Engine` captures it as CUDA
 graphs for a ladder of row counts and token lengths; a wave takes the smallest rung that holds it. The vision tower is a
-graph of its own: it starts as soon as the frames are there, and the host prepares the rest meanwhile.
+graph of its own: it starts as soon as the frames are there. Meanwhile the host loads the rest, and another graph begins
+what needs no image.
 
 Shapes: R rows of a rung, L tokens of a rung, H action steps, A action width.
 """
@@ -71,6 +72,28 @@ class Plan:
 
     image_index: Tensor
     text_index: Tensor
+
+
+@dataclass(frozen=True)
+class Start:
+    """What of a forward needs no image.
+
+    Attributes:
+        embedded: (R, L, width), image tokens still to come; cos, sin: (R * L, head_dim / 2), M-RoPE.
+        weights: the rows' own, see `WeightSets`; state: (R, 1, width), encoded.
+        own, image_counts: int32 (R,), keys of a trajectory, and a row's image tokens.
+        trajectory: (R, 1 + H, width), the DiT's first input; speed: (R, H, 1), of a step.
+    """
+
+    embedded: Tensor
+    cos: Tensor
+    sin: Tensor
+    weights: dict[str, Tensor]
+    state: Tensor
+    own: Tensor
+    image_counts: Tensor
+    trajectory: Tensor
+    speed: Tensor
 
 
 def frame_values(grids: Sequence[Grid], vision: VisionConfig) -> list[int]:
@@ -196,6 +219,7 @@ class Fused:
             }
         )  # fmt: skip
         self.position = head.position_embedding.weight[: c.action_horizon].contiguous()
+        self.beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def frames(self, rows: int, grids: Grids) -> Tensor:
         """Room for what `encode_images` takes: uint8 (rows, values), black."""
@@ -249,9 +273,31 @@ class Fused:
         return [torch.cat([done[j][k] for j in range(len(pieces))], dim=1) for k in range(len(done[0]))]
 
     @torch.inference_mode()
-    def act(self, x: Inputs, vision_tokens: list[Tensor], plan: Plan) -> Tensor:
-        """R action chunks, normalised: (R, H, A) in the model's dtype. vision_tokens: what `encode_images` returned."""
-        return self._denoise(x, self._context(x, vision_tokens, plan), plan)
+    def begin(self, x: Inputs, plan: Plan) -> Start:
+        """What needs no image."""
+        c = self.config
+        cos, sin = (t.flatten(0, 2)[:, : c.text.head_dim // 2].contiguous() for t in text_rotary(x.positions, c.text))
+        w = self.sets.of(x.embodiment)
+        state = F.relu(torch.baddbmm(w["state1_bias"], x.state[:, None].to(self.dtype), w["state1"]))
+        state = torch.baddbmm(w["state2_bias"], state, w["state2"])
+        w["action3_bias"] = w["action3_bias"] + self.position
+        return Start(
+            embedded=F.embedding(x.input_ids, self.embed),
+            cos=cos,
+            sin=sin,
+            weights=w,
+            state=state,
+            own=torch.full_like(x.counts, 1 + c.action_horizon),
+            image_counts=torch.full_like(x.counts, len(plan.image_index)),
+            trajectory=self._trajectory(w, state, x.noise, 0),
+            speed=(x.velocity_scale / len(self.steps)).to(self.dtype),
+        )
+
+    @torch.inference_mode()
+    def act(self, x: Inputs, start: Start, vision_tokens: list[Tensor], plan: Plan) -> Tensor:
+        """R action chunks, normalised: (R, H, A) in the model's dtype. vision_tokens: what `encode_images` returned.
+        Uses `start` up."""
+        return self._denoise(x, start, self._context(x, start, vision_tokens, plan), plan)
 
     def _see(self, pixels: Tensor, position: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """The vision tower over images of one grid: pixels (N, values) -> [tokens, *taps], (N / 4, width) each."""
@@ -285,21 +331,19 @@ class Fused:
     def _merge(x: Tensor, merger: Any) -> Tensor:
         return merger.linear_fc2(F.gelu(merger.linear_fc1(x)))
 
-    def _context(self, x: Inputs, vision_tokens: list[Tensor], plan: Plan) -> Tensor:
+    def _context(self, x: Inputs, start: Start, vision_tokens: list[Tensor], plan: Plan) -> Tensor:
         """Vision-language tokens as the action head sees them: (R * L, width)."""
         c = self.config
         tokens, *taps = vision_tokens
         rows, length = x.input_ids.shape
-        embedded = F.embedding(x.input_ids, self.embed)
-        embedded.index_copy_(1, plan.image_index, tokens)
-        h = embedded.flatten(0, 1)
-        cos, sin = (t.flatten(0, 2)[:, : c.text.head_dim // 2].contiguous() for t in text_rotary(x.positions, c.text))
+        start.embedded.index_copy_(1, plan.image_index, tokens)
+        h = start.embedded.flatten(0, 1)
         heads, kv_heads, dim = c.text.num_attention_heads, c.text.num_key_value_heads, c.text.head_dim
         for i, (norm1, qkv_weight, norms, out, norm2, gate_up, down) in enumerate(self.text):
             if 0 < i <= len(taps):
                 h.view(rows, length, -1).index_add_(1, plan.image_index, taps[i - 1])
             qkv = F.linear(add_norm(h, None, "rms", norm1.weight, None, norm1.eps), qkv_weight)
-            rope_(qkv, cos, sin, heads, kv_heads, norms)
+            rope_(qkv, start.cos, start.sin, heads, kv_heads, norms)
             q, k, v = (
                 t.unflatten(1, (-1, dim)).unflatten(0, (rows, length)).transpose(1, 2)
                 for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
@@ -326,42 +370,49 @@ class Fused:
         inner = gelu_linear(y, first.weight, first.bias)
         return linear_split(inner, last.weight, last.bias, splits_of(FEED_FORWARD_SPLITS, inner))
 
-    def _denoise(self, x: Inputs, context: Tensor, plan: Plan) -> Tensor:
+    def _trajectory(self, w: dict[str, Tensor], state: Tensor, actions: Tensor, step: int) -> Tensor:
+        """The DiT's input at a step: (R, 1 + H, width), the state token and those of noisy actions (R, H, A)."""
+        encoded = torch.baddbmm(w["action1_bias"], actions, w["action1"])
+        encoded = F.silu(torch.baddbmm(w["time_bias"][:, step, None], encoded, w["action2"]))
+        return torch.cat((state, torch.baddbmm(w["action3_bias"], encoded, w["action3"])), dim=1)
+
+    def _denoise(self, x: Inputs, start: Start, context: Tensor, plan: Plan) -> Tensor:
         """Four Euler steps from noise."""
-        c = self.config
+        c, w = self.config, start.weights
         rows, length = x.input_ids.shape
         heads = c.dit.num_attention_heads
         context = context.view(rows, length, -1)
         kv: dict[int, tuple[Tensor, Tensor]] = {}
-        for layers, index, (weight, bias) in (
-            (self.text_layers, plan.text_index, self.text_kv),
-            (self.image_layers, plan.image_index, self.image_kv),
-        ):
-            joined = F.linear(context.index_select(1, index), weight, bias)
+
+        def project(layers: list[int], index: Tensor, fused: tuple[Tensor, Tensor | None]) -> None:
+            """Keys and values of these layers' cross-attention, from the tokens at `index`."""
+            joined = F.linear(context.index_select(1, index), *fused)
             parts = joined.view(rows, len(index), len(layers), 2, heads, -1).unbind(2)
-            for layer, part in zip(layers, parts, strict=True):
-                kv[layer] = (part[:, :, 0], part[:, :, 1])
-        w = self.sets.of(x.embodiment)
-        state = F.relu(torch.baddbmm(w["state1_bias"], x.state[:, None].to(self.dtype), w["state1"]))
-        state = torch.baddbmm(w["state2_bias"], state, w["state2"])
-        action3_bias = w["action3_bias"] + self.position
-        own = torch.full_like(x.counts, 1 + c.action_horizon)  # keys of a trajectory, and of a row's image tokens
-        image_counts = torch.full_like(x.counts, len(plan.image_index))
-        speed = (x.velocity_scale / len(self.steps)).to(self.dtype)
+            kv.update({layer: (part[:, :, 0], part[:, :, 1]) for layer, part in zip(layers, parts, strict=True)})
+
+        project(self.text_layers, plan.text_index, self.text_kv)
+        if self.beside is None:
+            project(self.image_layers, plan.image_index, self.image_kv)
+        else:  # the first layers, which leave much of the GPU idle, do not need these yet
+            main = torch.cuda.current_stream()
+            self.beside.wait_stream(main)
+            with torch.cuda.stream(self.beside):
+                project(self.image_layers, plan.image_index, self.image_kv)
         actions = x.noise
         for step in range(len(self.steps)):
-            trajectory = torch.baddbmm(w["action1_bias"], actions, w["action1"])
-            trajectory = F.silu(torch.baddbmm(w["time_bias"][:, step, None], trajectory, w["action2"]))
-            h = torch.cat((state, torch.baddbmm(action3_bias, trajectory, w["action3"])), dim=1).flatten(0, 1)
+            trajectory = self._trajectory(w, start.state, actions, step) if step else start.trajectory
+            h = trajectory.flatten(0, 1)
             r: Tensor | Sums | None = None
             for i, ((weight, bias), to_out, ff) in enumerate(self.dit):
+                if self.beside is not None and step == 0 and i == self.image_layers[0]:
+                    main.wait_stream(self.beside)
                 y = add_norm(h, r, "ada", *self.ada[step][i])
                 projected = F.linear(y, weight, bias)
                 if i % 2:
                     q, k, v = projected.view(rows, -1, 3, heads, c.dit.attention_head_dim).unbind(2)
                 else:
                     q, (k, v) = projected.view(rows, -1, heads, c.dit.attention_head_dim), kv[i]
-                counts = own if i % 2 else x.text_counts if i in self.text_layers else image_counts
+                counts = start.own if i % 2 else x.text_counts if i in self.text_layers else start.image_counts
                 attended = attend(q, k, v, counts).flatten(0, 1)
                 r = linear_split(attended, to_out.weight, to_out.bias, splits_of(OUT_SPLITS, attended))
                 r = self._feed_forward(add_norm(h, r, "layer"), ff)
@@ -369,7 +420,7 @@ class Fused:
             hidden = F.linear(y, self.proj_out.weight, self.proj_out.bias).view(rows, -1, self.proj_out.out_features)
             velocity = torch.baddbmm(w["decode1_bias"], hidden[:, 1:], w["decode1"])
             velocity = torch.baddbmm(w["decode2_bias"], F.relu(velocity), w["decode2"])
-            actions = torch.addcmul(actions, velocity, speed)
+            actions = torch.addcmul(actions, velocity, start.speed)
         return actions
 
 
@@ -482,11 +533,12 @@ class VisionGraph:
 
 @dataclass
 class Rung:
-    """The captured rest of a forward: its inputs and constants, whose memory the graph reads, and its answer."""
+    """The captured rest of a forward: its inputs and constants, whose memory the graphs read, and its answer."""
 
     vision: VisionGraph
     buffers: Buffers
     plan: Plan
+    begin: torch.cuda.CUDAGraph
     graph: torch.cuda.CUDAGraph
     chunks: Tensor  # float32 (R, H, A) on the device
     answer: Tensor  # the same, pinned on the host
@@ -494,6 +546,7 @@ class Rung:
     def replay(self) -> None:
         """The whole forward, on what the buffers hold."""
         self.vision.graph.replay()
+        self.begin.replay()
         self.graph.replay()
 
 
@@ -512,6 +565,7 @@ class Engine:
         self, fused: Fused, resize: Resize, max_rows: int, row_rungs: list[int] | None = None, spare_graphs: int = 64
     ) -> None:
         self.fused, self.resize, self.max_graphs = fused, resize, spare_graphs
+        cuda = fused.device.type == "cuda"
         self.row_rungs = row_rungs or sorted({rung for rung in ROW_RUNGS if rung < max_rows} | {max_rows})
         self.rungs: OrderedDict[Key, Rung] = OrderedDict()
         self.captures = 0  # of rungs
@@ -519,8 +573,10 @@ class Engine:
         # As long as a rung has it.
         self._visions: WeakValueDictionary[tuple[Grids, int], VisionGraph] = WeakValueDictionary()
         self._met: set[Key] = set()  # shapes that came once without a graph
-        self._pool: Any = None
-        self._stream = torch.cuda.Stream(fused.device) if fused.device.type == "cuda" else None
+        # Graphs of a pool share memory, so they never run side by side; what begins runs beside the vision tower.
+        pools: list[Any] = [torch.cuda.graph_pool_handle() if cuda else None for _ in range(2)]
+        self._pool, self._begin_pool = pools
+        self._stream = torch.cuda.Stream(fused.device) if cuda else None
 
     def images(self, grids: Grids) -> int:
         """See `image_tokens`."""
@@ -568,6 +624,7 @@ class Engine:
         rung.vision.graph.replay()
         with torch.cuda.stream(self._stream):  # while the vision tower runs
             rung.buffers.load(rows, self.images(grids), self.generator)
+            rung.begin.replay()
         torch.cuda.current_stream().wait_stream(self._stream)  # type: ignore[arg-type]
         rung.graph.replay()
         rung.answer.copy_(rung.chunks, non_blocking=True)
@@ -581,11 +638,12 @@ class Engine:
         self.resize([row.frames for row in rows], [row.sizes for row in rows], frames)
         buffers = Buffers(fused, wanted, tokens)
         buffers.load(rows, self.images(grids), self.generator)
+        plan = fused.plan(grids, tokens)
         vision_tokens = fused.encode_images(frames, grids, fused.tables(grids))
-        chunks = fused.act(buffers.inputs, vision_tokens, fused.plan(grids, tokens))
+        chunks = fused.act(buffers.inputs, fused.begin(buffers.inputs, plan), vision_tokens, plan)
         return chunks.float().cpu().numpy()[: len(rows)]
 
-    def _graph(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    def _graph(self, run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
         """`run` captured, and what it returned, whose memory every replay fills anew."""
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -594,10 +652,9 @@ class Engine:
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Of this thread alone: others may upload frames meanwhile.
-        capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        capture = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
         with torch.inference_mode(), capture:
             result = run()
-        self._pool = self._pool or graph.pool()
         return graph, result
 
     def _capture(self, key: Key) -> None:
@@ -608,12 +665,16 @@ class Engine:
         vision = self._visions.get((grids, rows))
         if vision is None:
             frames, tables = fused.frames(rows, grids), fused.tables(grids)
-            vision = VisionGraph(frames, tables, *self._graph(lambda: fused.encode_images(frames, grids, tables)))
+            see = self._graph(lambda: fused.encode_images(frames, grids, tables), self._pool)
+            vision = VisionGraph(frames, tables, *see)
             self._visions[grids, rows] = vision
         plan, buffers, vision_tokens = fused.plan(grids, tokens), Buffers(fused, rows, tokens), vision.vision_tokens
-        graph, chunks = self._graph(lambda: fused.act(buffers.inputs, vision_tokens, plan).float())
+        begin, start = self._graph(lambda: fused.begin(buffers.inputs, plan), self._begin_pool)
+        begin.replay()  # capturing computed nothing, and the next line runs on it
+        # `start` is not kept: the rungs' may share memory, for each is used up before another begins.
+        graph, chunks = self._graph(lambda: fused.act(buffers.inputs, start, vision_tokens, plan).float(), self._pool)
         answer = torch.empty(chunks.shape, dtype=torch.float32, pin_memory=True)
-        self.rungs[key] = Rung(vision, buffers, plan, graph, chunks, answer)
+        self.rungs[key] = Rung(vision, buffers, plan, begin, graph, chunks, answer)
         self.captures += 1
         while len(self.rungs) > self.max_graphs:
             self.rungs.popitem(last=False)
