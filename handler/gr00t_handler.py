@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import gc
 import json
 import logging
 import os
+import socket
 import struct
+import sys
 import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,19 +22,20 @@ from typing import Any
 
 import torch
 from ts.context import Context, RequestProcessor
-from ts.protocol.otf_message_handler import create_predict_response
+from ts.protocol import otf_message_handler
 from ts.service import Service
 from ts.torch_handler.base_handler import BaseHandler
 
 from handler.observation import Limits
 from handler.policy import DTYPES, ENGINES, Gr00tPolicy
 from handler.problem import Problem
+from handler.telemetry import Telemetry
 from handler.wave import ContextLost, Slot, fill, run
 from handler.wire import Part, Request, encode_problem, encode_reply
 
 logger = logging.getLogger(__name__)
 
-GRPC_HEADERS = ("content-type", "accept", "x-request-timeout-ms", "x-request-start")
+GRPC_HEADERS = ("content-type", "accept", "x-request-id", "x-request-timeout-ms", "x-request-start")
 RETIRING, RETIRING_SECONDS = "gr00t-retiring", 20.0  # a process name (Linux: at most 15 bytes)
 
 
@@ -54,8 +58,24 @@ def unpack(batch: list[dict[str, Any]]) -> tuple[list[RequestProcessor], list[Re
             meant = [part for part in parts if part.name in GRPC_HEADERS and len(part.value) <= 1024]
             headers.update({part.name: part.value.decode("utf-8", "replace") for part in meant})
             parts = [part for part in parts if part not in meant]
-        requests.append(Request(headers, parts))
+        requests.append(Request(headers, parts, ids[index]))
     return [RequestProcessor(request.headers) for request in requests], requests, ids
+
+
+def receive(connection: socket.socket, length: int) -> bytearray:
+    """So many bytes from TorchServe, each put into its place as it comes.
+
+    Stands in for `otf_message_handler._retrieve_buffer`, which copies a body's pieces twice.
+    """
+    data = bytearray(length)
+    rest = memoryview(data)
+    while rest:
+        count = connection.recv_into(rest)
+        if count == 0:
+            logger.info("TorchServe closed the connection")
+            sys.exit(0)
+        rest = rest[count:]
+    return data
 
 
 def wait_to_be_ended() -> None:
@@ -118,7 +138,11 @@ class Gr00tHandler(BaseHandler):
             self.pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="decode", initializer=own)
         loaded = time.perf_counter()
         self.policy.warm_up()
+        self.telemetry = Telemetry(context.metrics, self.policy)
         Service.retrieve_data_for_inference = staticmethod(unpack)
+        otf_message_handler._retrieve_buffer = receive
+        gc.collect()
+        gc.freeze()  # what is there now stays, so the collector need not walk through it in the middle of a wave
         self.initialized = True
         logger.info(
             "checkpoint %s on %s in %s, batch size %d, embodiments %s; loaded in %.1f s, warm after %.1f s more",
@@ -133,17 +157,25 @@ class Gr00tHandler(BaseHandler):
             if data[0].header("x-retire-pid") == str(os.getpid()):
                 wait_to_be_ended()
             return [self.describe_handle()]
-        slots = self.preprocess(data)
-        try:
-            self.inference(slots)
-        except ContextLost:
-            self._reply_and_exit(self.postprocess(slots))
-        except Exception:  # a defect of ours: those who have their answer get it all the same
-            logger.exception("a wave could not be run to its end")
-            for slot in slots:
-                if slot.problem is None and len(slot.results) < len(slot.rows):
-                    slot.problem = Problem(500, "the wave failed; the server's log says more")
-        return self.postprocess(slots)
+        lost = False
+        with self.telemetry.stage("preprocess"):
+            slots = self.preprocess(data)
+        with self.telemetry.stage("inference"):
+            try:
+                self.inference(slots)
+            except ContextLost:
+                lost = True
+            except Exception:  # a defect of ours: those who have their answer get it all the same
+                logger.exception("a wave could not be run to its end")
+                for slot in slots:
+                    if slot.problem is None and len(slot.results) < len(slot.rows):
+                        slot.problem = Problem(500, "the wave failed; the server's log says more")
+        with self.telemetry.stage("postprocess"):
+            bodies = self.postprocess(slots)
+        self.telemetry.wave(slots)
+        if lost:
+            self._reply_and_exit(bodies)
+        return bodies
 
     @staticmethod
     def _is_describe_job(data: list[Request]) -> bool:
@@ -180,7 +212,7 @@ class Gr00tHandler(BaseHandler):
     def _reply(self, index: int, slot: Slot, wave: dict[str, int]) -> bytes:
         if slot.problem is not None:
             problem = slot.problem
-            content_type, body = encode_problem(problem)
+            content_type, body = encode_problem(problem, slot.request_id)
             self.context.set_response_status(problem.status, problem.title, index)
             if problem.retry_after is not None:
                 self.context.set_response_header(index, "Retry-After", str(problem.retry_after))
@@ -192,6 +224,7 @@ class Gr00tHandler(BaseHandler):
                 "inference_ms": round(slot.inference_ms, 3),
                 "seed": slot.rows[0].seed,
                 "checkpoint": self.policy.checkpoint,
+                "request_id": slot.request_id,
             }
             assert slot.observation is not None
             if slot.observation.timestamp is not None:
@@ -199,6 +232,8 @@ class Gr00tHandler(BaseHandler):
             content_type, body = encode_reply(slot.form, slot.actions(), info)
             self.context.set_response_status(200, "OK", index)
         self.context.set_response_content_type(index, content_type)
+        # TorchServe writes its own id into X-Request-Id, over whatever is set here.
+        self.context.set_response_header(index, "X-Client-Request-Id", slot.request_id)
         return body
 
     def describe_handle(self) -> bytes:
@@ -211,7 +246,7 @@ class Gr00tHandler(BaseHandler):
 
         TorchServe sends what `handle` returns, but then keeps the worker; so the bytes go out from here.
         """
-        message = create_predict_response(
+        message = otf_message_handler.create_predict_response(
             bodies, self.context.request_ids, "Prediction success", 200, context=self.context
         )
         connection = self.context.cl_socket

@@ -11,6 +11,7 @@ import logging
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -154,6 +155,7 @@ class Gr00tPolicy:
             self.checkpoint = digest.result()
         self.config = self.model.config
         self.reproducible = reproducible
+        self.work: Counter[tuple[str, str]] = Counter()  # see `_account`
         self.resizer = Resizer(self.recipe, self.device)
         self.rows_per_forward = min(REPRODUCIBLE_ROWS, self.limits.max_rows) if reproducible else self.limits.max_rows
         self.engine: Engine | None = None
@@ -361,6 +363,7 @@ class Gr00tPolicy:
         chunks = np.empty((len(rows), self.config.action_horizon, self.config.max_action_dim), np.float32)
         for at in self._forwards(rows):
             together = [rows[b] for b in at]
+            self._account(together)
             chunks[at] = self._run_engine(together) if self.engine else self._run_model(together)
         out: dict[int, Actions | Problem] = {}
         for embodiment in {id(row.embodiment): row.embodiment for row in rows}.values():
@@ -379,7 +382,8 @@ class Gr00tPolicy:
                         # already on its way along these very rows.
                         actions[key][: len(frozen)] = frozen
                 else:
-                    out[b] = Problem(500, "the network's answer to this observation is not finite; no action is sent")
+                    out[b] = Problem(500, "the network's answer to this observation is not finite; no action is sent",
+                                     reason="not_finite")  # fmt: skip
         return [out[b] for b in range(len(rows))]
 
     def shape(self, row: Row) -> Any:
@@ -397,6 +401,22 @@ class Gr00tPolicy:
             groups.setdefault(self.shape(row), []).append(b)
         most = self.rows_per_forward if self.reproducible else len(rows)
         return [group[first : first + most] for group in groups.values() for first in range(0, len(group), most)]
+
+    def _account(self, rows: Sequence[Row]) -> None:
+        """Adds a forward that begins to `work`: its rows and tokens, and those that it is padded with."""
+        lengths = [len(row.input_ids) for row in rows]
+        rows_run, tokens_run = len(rows), max(lengths)
+        if self.reproducible:
+            rows_run = self.rows_per_forward
+        elif self.engine:
+            rows_run = self.engine.rows(rows_run)
+        if self.reproducible or self.engine:
+            tokens_run = padded_length(rows[0].grids, tokens_run, self.config.vision)
+        self.work["forwards", str(rows_run)] += 1
+        self.work["rows", "real"] += len(rows)
+        self.work["rows", "padding"] += rows_run - len(rows)
+        self.work["tokens", "real"] += sum(lengths)
+        self.work["tokens", "padding"] += rows_run * tokens_run - sum(lengths)
 
     def _run_model(self, rows: Sequence[Row]) -> Float32:
         """(n, H, A) from the plain network; in reproducible mode padded to the one shape."""

@@ -14,6 +14,18 @@ TITLES = {
     504: "Gateway Timeout",
 }
 
+# What metrics and the log say of a failure beside its status; a problem that names none has the first. For 422 it is
+# the part of the observation, see `handler.telemetry`.
+REASONS = {
+    400: ("undecodable",),
+    404: ("no_such_operation",),
+    413: ("too_large",),
+    415: ("content_type",),
+    500: ("failure", "not_finite"),
+    503: ("accelerator_lost", "out_of_memory"),
+    504: ("deadline",),
+}
+
 
 class Problem(Exception):
     """One request failed; its neighbours in the wave did not.
@@ -24,12 +36,17 @@ class Problem(Exception):
         detail: which field, what was expected, what came, what to do. Never a traceback, secret or path.
         pointer: RFC 6901 pointer to the field in the request as it was sent, when one field is to blame.
         retry_after: seconds after which a retry makes sense (503 only).
+        reason: one of REASONS[status].
     """
 
-    def __init__(self, status: int, detail: str, pointer: str | None = None, retry_after: int | None = None) -> None:
+    def __init__(
+        self, status: int, detail: str, pointer: str | None = None, retry_after: int | None = None,
+        reason: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(detail)
         self.status = status
         self.title = TITLES[status]
         self.detail = detail
         self.pointer = pointer
         self.retry_after = retry_after
+        self.reason = reason or REASONS.get(status, ("contract",))[0]

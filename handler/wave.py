@@ -41,6 +41,7 @@ class Slot:
         results: per row its actions, once they are there.
         group_rows: rows of the forward that answered its first row.
         preprocess_ms, inference_ms: its own decoding and checking; its forwards.
+        request_id: the client's own name for it, or TorchServe's.
     """
 
     form: ReplyForm
@@ -53,6 +54,7 @@ class Slot:
     group_rows: int = 0
     preprocess_ms: float = 0.0
     inference_ms: float = 0.0
+    request_id: str = ""
 
     def actions(self) -> Actions:
         """The reply's arrays: (B, horizon, width), or (horizon, width) when the request had no B."""
@@ -70,7 +72,7 @@ def fill(requests: Sequence[Request], policy: Gr00tPolicy, pool: ThreadPoolExecu
     """
     slots, others = [], []
     for request in requests:
-        slot = Slot(reply_form(request))
+        slot = Slot(reply_form(request), request_id=request.request_id)
         slots.append(slot)
         fields: dict[str, Any] = {}
         with _blame(slot):
@@ -171,7 +173,8 @@ def _answer(places: Sequence[tuple[Slot, int]], policy: Gr00tPolicy) -> None:
         results = policy.predict([slot.rows[b] for slot, b in places])
     except torch.OutOfMemoryError:
         logger.warning("out of accelerator memory with %d rows", len(places))
-        failure = Problem(503, "not enough accelerator memory for this row at present", retry_after=1)
+        failure = Problem(503, "not enough accelerator memory for this row at present", retry_after=1,
+                          reason="out_of_memory")  # fmt: skip
     except Exception:
         logger.exception("a forward of %d rows failed", len(places))
         failure = Problem(500, "the network failed on this observation; the server's log says more")

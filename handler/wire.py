@@ -33,6 +33,7 @@ MAX_LIST = 1 << 16  # msgpack reserves what a list's head announces, before its 
 MAX_VALUES = 5 << 18  # values in one body: an empty list costs two bytes to send and 56 to hold
 MAX_LISTS = 1 << 19  # lists among them: each costs a look of its own (four 256x256 frames as pixel lists have 2^18)
 MAX_KEYS = 1 << 12  # keys in one body, of all its mappings together; an array in msgpack has two to four
+MAX_REQUEST_ID = 128  # characters
 MAX_NPY_HEADER = 1024  # numpy evaluates the header as a Python literal
 
 DTYPES = "bool, int8 to int64, uint8 to uint64, float16, float32 or float64"
@@ -54,10 +55,21 @@ class Request:
 
     headers: names as sent.
     parts: a plain body is the single part "body"; of a form, every part in order, where names may repeat.
+    own_id: TorchServe's id of it.
     """
 
     headers: dict[str, str]
     parts: list[Part]
+    own_id: str = ""
+
+    @property
+    def request_id(self) -> str:
+        """The header X-Request-Id, at most 128 harmless characters of it, the others as "_"; without it, `own_id`.
+
+        It goes into the log and into a header of the reply.
+        """
+        sent = (self.header("x-request-id") or "").strip()[:MAX_REQUEST_ID]
+        return re.sub(r"[^0-9A-Za-z._:/+=@-]", "_", sent) or self.own_id
 
     def header(self, name: str) -> str | None:
         """The header's value whatever the case of its name; None without it."""
@@ -165,11 +177,13 @@ def encode_reply(form: ReplyForm, actions: dict[str, np.ndarray], info: dict[str
         raise Problem(500, f"The reply could not be written as {form.content_type}.") from None
 
 
-def encode_problem(problem: Problem) -> tuple[str, bytes]:
-    """The content type and ASCII body of an RFC 9457 problem."""
+def encode_problem(problem: Problem, request_id: str | None = None) -> tuple[str, bytes]:
+    """The content type and ASCII body of an RFC 9457 problem, with the request's id where there is one."""
     body = {"type": "about:blank", "title": problem.title, "status": problem.status, "detail": problem.detail}
     if problem.pointer is not None:
         body["pointer"] = problem.pointer
+    if request_id is not None:
+        body["request_id"] = request_id
     return PROBLEM, json.dumps(body).encode("ascii")
 
 

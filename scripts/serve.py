@@ -147,6 +147,7 @@ class Server:
 
         command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground", "--ncs"]
         command += ["--ts-config", str(settings), "--model-store", str(self.archive.parent)]
+        command += ["--log-config", str(ROOT / "config" / "log4j2.xml")]
         self._temp = temp = tempfile.mkdtemp(prefix="gr00t-serve-")
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), KEEP, temp, *command],
@@ -227,6 +228,8 @@ class Server:
             "disable_token_authorization": str(not self.auth).lower(),
             "enable_model_api": "true" if self.model_api else "",
             "model_store": "",
+            "metrics_config": json.dumps(str(ROOT / "config" / "metrics.yaml"))[1:-1],  # escaped as Java reads it
+            "vmargs": "",  # --log-config says it
         }
         lines = (ROOT / "config.properties").read_text(encoding="ascii").splitlines()
         kept = [line for line in lines if line.split("=")[0] not in own]
@@ -235,13 +238,15 @@ class Server:
     def _read_output(self) -> None:
         assert self._process is not None and self._process.stdout is not None
         log = logging.handlers.RotatingFileHandler(self.log_path, maxBytes=50_000_000, backupCount=2, encoding="utf-8")
+        log.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk does not stop serving
         for line in map(str.rstrip, self._process.stdout):
             log.emit(logging.makeLogRecord({"msg": line}))
             self._last_lines.append(line)
             if self._failure.reason is None and self._failure.read(line):
                 self._news.set()
             self._on_line(line)
-        log.close()
+        with contextlib.suppress(OSError):
+            log.close()
         self._news.set()
 
     def _wait_until_ready(self) -> None:

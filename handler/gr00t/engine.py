@@ -588,6 +588,10 @@ class Engine:
         """See `padded_length`."""
         return padded_length(grids, length, self.fused.config.vision)
 
+    def rows(self, count: int) -> int:
+        """The row rung of so many rows; beyond the last, themselves."""
+        return rung_of(count, self.row_rungs) or count
+
     def warm_up(self, grids: Grids) -> None:
         """Captures the whole ladder for rows with these grids."""
         start = time.perf_counter()
@@ -605,7 +609,7 @@ class Engine:
     ) -> NDArray[np.float32]:
         """The rows' chunks, normalised: (n, H, A) float32 on the host. fixed_rows: the row rung to use."""
         tokens = self.tokens(grids, max(len(row.input_ids) for row in rows))
-        wanted = fixed_rows or rung_of(len(rows), self.row_rungs) or len(rows)
+        wanted = fixed_rows or self.rows(len(rows))
         key = (grids, wanted, tokens)
         if key not in self.rungs and key in self._met and self._stream is not None:
             # The second wave of a shape waits for its capture, once; the first ran at once.
