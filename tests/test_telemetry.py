@@ -33,9 +33,11 @@ from handler.problem import REASONS, TITLES, Problem
 from handler.telemetry import Telemetry, reason, size_label
 from handler.wave import Slot, fill, run
 from handler.wire import Part, Request
+from scripts.bench_client import PREDICTIONS as GRPC_PREDICTIONS
+from scripts.bench_client import prediction, predictions_request
 from scripts.package import ROOT, build
 from scripts.serve import Server, local_session
-from tests.client import GRPC_PREDICTIONS, Body, as_msgpack, post, prediction, predictions_request, read, wave
+from tests.client import Body, as_msgpack, post, read, wave
 from tests.conftest import LIBERO, observation
 
 Series = dict[str, float]  # "name{label="value"}", without the host's name -> value
