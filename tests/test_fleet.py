@@ -23,7 +23,7 @@ from tests.client import Body, as_msgpack, differences, post, read
 from tests.conftest import observation
 
 CLIENTS = 2
-PAUSE = 0.05  # s between a robot's requests; without any, a new worker hardly gets a core to start on
+PAUSE = 0.1  # s between a robot's requests; without any, a new worker hardly gets a core to start on
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,15 @@ def robots(server: Server, question: dict[str, Any], url: str | None = None) -> 
 
 def test_the_name_of_a_worker_that_retires() -> None:
     assert scale.RETIRING == gr00t_handler.RETIRING and len(scale.RETIRING) <= 15
+
+
+def test_the_table_of_workers() -> None:
+    usage = "utilization.gpu::7 % utilization.memory::3 % memory.used::9,100 MiB"
+    on_gpu = {"id": "9000", "pid": 71, "status": "READY", "memoryUsage": 2_100_000_000, "gpu": True,
+              "gpuUsage": f"gpuId::1 {usage}"}  # fmt: skip
+    new = {"id": "9001", "pid": -1, "status": "UNLOADING", "memoryUsage": 0, "gpu": False, "gpuUsage": "N/A"}
+    rows = [line.split(None, 4) for line in scale.table([on_gpu, new]).splitlines()]
+    assert rows[1:] == [["9000", "71", "READY", "2100", f"1 {usage}"], ["9001", "-1", "UNLOADING", "-", "none"]]
 
 
 def test_scaling_up_and_down_fails_no_request(

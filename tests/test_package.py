@@ -320,6 +320,8 @@ def test_server_life(tmp_path: Path, stand_in: Path) -> None:
 
         with pytest.raises(StartError, match="another server"):
             Server(archive, run_dir=tmp_path / "run").start()
+        with pytest.raises(StartError, match=r"192\.0\.2\.1 is no address of this machine"):
+            Server(archive, run_dir=tmp_path / "run2", host="192.0.2.1").start()
         with pytest.raises(StartError, match=f"port {server.ports[0]} is in use"):
             Server(archive, run_dir=tmp_path / "run2", port=server.ports[0]).start()
         assert server.worker_pids() == [pid]
