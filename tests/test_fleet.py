@@ -219,7 +219,9 @@ def test_a_new_version_has_as_many_workers_as_the_old_one(tmp_path: Path, checkp
                               embodiment_tag=None, tokenizer=None)  # fmt: skip
     new = read_config(swap.package(args, {"modelUrl": "gr00t.mar", "minWorkers": 3, "maxWorkers": 3}))
     assert (new["minWorkers"], new["maxWorkers"], new["handler"]["embodiment_tag"]) == (3, 3, "libero_sim")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["gr00t-2.0.mar", "gr00t.mar"]
+    with pytest.raises(scale.ManageError, match="--model-store"):
+        swap.package(args, {"modelUrl": "gone.mar", "minWorkers": 3, "maxWorkers": 3})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gr00t.mar", "gr00t_2.0.mar"]
 
 
 def test_a_second_model_beside_the_first(
