@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import requests
 
 from handler import gr00t_handler
 from handler.policy import Actions, Gr00tPolicy
@@ -131,6 +133,22 @@ def test_the_table_of_workers() -> None:
     new = {"id": "9001", "pid": -1, "status": "UNLOADING", "memoryUsage": 0, "gpu": False, "gpuUsage": "N/A"}
     rows = [line.split(None, 4) for line in scale.table([on_gpu, new]).splitlines()]
     assert rows[1:] == [["9000", "71", "READY", "2100", f"1 {usage}"], ["9001", "-1", "UNLOADING", "-", "none"]]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "OPTIONS"])
+@pytest.mark.parametrize(
+    "path",
+    ["/predictions/gr00t", "/predictions/gr00t/1.0", "/invocations", "/models/gr00t/invoke", "/explanations/gr00t",
+     "/v1/models/gr00t:predict", "/v2/models/gr00t/infer"],
+)  # fmt: skip
+def test_a_robot_cannot_retire_a_worker(server: Server, method: str, path: str) -> None:
+    """With the inference key and the very headers of ./scripts/scale, and no body."""
+    (pid,) = server.worker_pids()
+    headers = {"Authorization": f"Bearer {server.inference_key}", "describe": "True", "X-Retire-Pid": str(pid)}
+    with local_session() as session, contextlib.suppress(requests.Timeout):
+        reply = session.request(method, server.inference_url + path, headers=headers, timeout=5)
+        assert "embodiments" not in reply.text
+    assert psutil.Process(pid).name() != scale.RETIRING
 
 
 def test_scaling_up_and_down_fails_no_request(
