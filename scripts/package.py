@@ -156,8 +156,8 @@ def build(
 
 
 def archive_name(name: str, version: str) -> str:
-    """The archive's file name in a model store, one for each version."""
-    return f"{name}.mar" if version == MODEL_VERSION else f"{name}-{version}.mar"
+    """The archive's file name in a model store, one for each version (no name has a `_`)."""
+    return f"{name}.mar" if version == MODEL_VERSION else f"{name}_{version}.mar"
 
 
 def read_config(archive: Path) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def main() -> int:
     add = parser.add_argument
     add("--name", default=MODEL_NAME, help="the model's, in /predictions/NAME (default: %(default)s)")
     add("--version", default=MODEL_VERSION, help="the model's, in /predictions/NAME/VERSION (default: %(default)s)")
-    add("--out", type=Path, help="(default: model_store/NAME.mar, or NAME-VERSION.mar for a version of your own)")
+    add("--out", type=Path, help="(default: model_store/NAME.mar, or NAME_VERSION.mar for a version of your own)")
     args = parser.parse_args()
     out = args.out or ROOT / "model_store" / archive_name(args.name, args.version)
     try:

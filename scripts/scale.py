@@ -196,8 +196,8 @@ def table(workers: list[dict[str, Any]]) -> str:
     lines = ["worker  pid       status     memory MB  GPU"]
     for worker in workers:
         gpu = worker["gpuUsage"].replace("gpuId::", "", 1) if worker["gpu"] else "none"
-        memory = worker["memoryUsage"] / 1e6
-        lines.append(f"{worker['id']:6}  {worker['pid']:<8}  {worker['status']:9}  {memory:9.0f}  {gpu}")
+        memory = f"{worker['memoryUsage'] / 1e6:.0f}" if worker["memoryUsage"] else "-"  # not yet known
+        lines.append(f"{worker['id']:6}  {worker['pid']:<8}  {worker['status']:9}  {memory:>9}  {gpu}")
     return "\n".join(lines)
 
 

@@ -136,8 +136,11 @@ class Server:
         except BlockingIOError:
             self._lock.close()
             raise StartError(f"another server runs in {self.run_dir}; stop that one first") from None
+        if not is_free(0, self.host):
+            self._lock.close()
+            raise StartError(f"{self.host} is no address of this machine")
         for port in self.ports:
-            if not is_free(port, self.host):
+            if not (is_free(port) and is_free(port, self.host)):
                 self._lock.close()
                 raise StartError(f"port {port} is in use; stop what listens there, or choose others with --port N")
         self.key_file.unlink(missing_ok=True)  # of an earlier run
@@ -278,7 +281,7 @@ class Server:
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Whether a server can listen on this port of an address of this machine."""
+    """Whether a server can listen on this port (0: on any) of this address."""
     with socket.socket() as probe, contextlib.suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TorchServe does: closed connections linger
         probe.bind((host, port))

@@ -41,7 +41,10 @@ def package(args: argparse.Namespace, like: dict[str, Any] | None) -> Path:
     with tempfile.TemporaryDirectory(prefix="gr00t-swap-") as temp:
         overlays = list(args.overlay)
         if like is not None:
-            running = read_config(args.model_store / like["modelUrl"])
+            archive = args.model_store / like["modelUrl"]
+            if not archive.is_file():
+                raise ManageError(f"there is no {archive}; say where the server's archives are with --model-store")
+            running = read_config(archive)
             running.update(minWorkers=like["minWorkers"], maxWorkers=like["maxWorkers"])
             overlays.insert(0, Path(temp) / "running.yaml")
             overlays[0].write_text(yaml.safe_dump(running), encoding="utf-8")

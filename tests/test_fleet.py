@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import requests
 
 from handler import gr00t_handler
 from handler.policy import Actions, Gr00tPolicy
@@ -23,7 +25,7 @@ from tests.client import Body, as_msgpack, differences, post, read
 from tests.conftest import observation
 
 CLIENTS = 2
-PAUSE = 0.05  # s between a robot's requests; without any, a new worker hardly gets a core to start on
+PAUSE = 0.1  # s between a robot's requests; without any, a new worker hardly gets a core to start on
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +126,31 @@ def test_the_name_of_a_worker_that_retires() -> None:
     assert scale.RETIRING == gr00t_handler.RETIRING and len(scale.RETIRING) <= 15
 
 
+def test_the_table_of_workers() -> None:
+    usage = "utilization.gpu::7 % utilization.memory::3 % memory.used::9,100 MiB"
+    on_gpu = {"id": "9000", "pid": 71, "status": "READY", "memoryUsage": 2_100_000_000, "gpu": True,
+              "gpuUsage": f"gpuId::1 {usage}"}  # fmt: skip
+    new = {"id": "9001", "pid": -1, "status": "UNLOADING", "memoryUsage": 0, "gpu": False, "gpuUsage": "N/A"}
+    rows = [line.split(None, 4) for line in scale.table([on_gpu, new]).splitlines()]
+    assert rows[1:] == [["9000", "71", "READY", "2100", f"1 {usage}"], ["9001", "-1", "UNLOADING", "-", "none"]]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "OPTIONS"])
+@pytest.mark.parametrize(
+    "path",
+    ["/predictions/gr00t", "/predictions/gr00t/1.0", "/invocations", "/models/gr00t/invoke", "/explanations/gr00t",
+     "/v1/models/gr00t:predict", "/v2/models/gr00t/infer"],
+)  # fmt: skip
+def test_a_robot_cannot_retire_a_worker(server: Server, method: str, path: str) -> None:
+    """With the inference key and the very headers of ./scripts/scale, and no body."""
+    (pid,) = server.worker_pids()
+    headers = {"Authorization": f"Bearer {server.inference_key}", "describe": "True", "X-Retire-Pid": str(pid)}
+    with local_session() as session, contextlib.suppress(requests.Timeout):
+        reply = session.request(method, server.inference_url + path, headers=headers, timeout=5)
+        assert "embodiments" not in reply.text
+    assert psutil.Process(pid).name() != scale.RETIRING
+
+
 def test_scaling_up_and_down_fails_no_request(
     server: Server, policy: Gr00tPolicy, question: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -210,7 +237,9 @@ def test_a_new_version_has_as_many_workers_as_the_old_one(tmp_path: Path, checkp
                               embodiment_tag=None, tokenizer=None)  # fmt: skip
     new = read_config(swap.package(args, {"modelUrl": "gr00t.mar", "minWorkers": 3, "maxWorkers": 3}))
     assert (new["minWorkers"], new["maxWorkers"], new["handler"]["embodiment_tag"]) == (3, 3, "libero_sim")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["gr00t-2.0.mar", "gr00t.mar"]
+    with pytest.raises(scale.ManageError, match="--model-store"):
+        swap.package(args, {"modelUrl": "gone.mar", "minWorkers": 3, "maxWorkers": 3})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gr00t.mar", "gr00t_2.0.mar"]
 
 
 def test_a_second_model_beside_the_first(

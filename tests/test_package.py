@@ -195,9 +195,9 @@ def test_an_archive_has_a_name_and_a_version(
     shutil.copytree(ROOT / "handler", tmp_path / "handler", ignore=shutil.ignore_patterns("__pycache__"))
     for words, file, name, version in (
         ([], "gr00t.mar", "gr00t", "1.0"),
-        (["--version", "2.0"], "gr00t-2.0.mar", "gr00t", "2.0"),
+        (["--version", "2.0"], "gr00t_2.0.mar", "gr00t", "2.0"),
         (["--name", "arm"], "arm.mar", "arm", "1.0"),
-        (["--name", "arm", "--version", "2026.11-b"], "arm-2026.11-b.mar", "arm", "2026.11-b"),
+        (["--name", "arm", "--version", "2026.11-b"], "arm_2026.11-b.mar", "arm", "2026.11-b"),
     ):
         monkeypatch.setattr(sys, "argv", ["package", *words])
         assert package.main() == 0
@@ -320,6 +320,8 @@ def test_server_life(tmp_path: Path, stand_in: Path) -> None:
 
         with pytest.raises(StartError, match="another server"):
             Server(archive, run_dir=tmp_path / "run").start()
+        with pytest.raises(StartError, match=r"192\.0\.2\.1 is no address of this machine"):
+            Server(archive, run_dir=tmp_path / "run2", host="192.0.2.1").start()
         with pytest.raises(StartError, match=f"port {server.ports[0]} is in use"):
             Server(archive, run_dir=tmp_path / "run2", port=server.ports[0]).start()
         assert server.worker_pids() == [pid]
