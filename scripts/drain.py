@@ -5,7 +5,8 @@ TorchServe has no switch that keeps new work out, and shows what waits but not w
 1. `/ready` is 503, and a file tells the gateway, which then keeps its robots' requests to itself. A pause lets
    balancers see it.
 2. The inference key is renewed, and nobody gets the new one. From then on TorchServe refuses what arrives
-   (400 InvalidKeyException), and what is in its queue stays there. Without authorization this step is missing.
+   (400 InvalidKeyException), and what is in its queue stays there. Not without authorization, and not where others
+   reach the server: a balancer sends elsewhere what is reset in the last moment, but not a 400.
 3. Each worker is given a job that it keeps (`scripts.scale.retire`). The queue is first come, first served, so a worker
    that holds it has answered all that came before.
 """
@@ -19,7 +20,7 @@ import requests
 
 from scripts.ready import ReadyServer
 from scripts.scale import ManageError, Management, Progress, retire
-from scripts.serve import DRAINING, Server, local_session
+from scripts.serve import DRAINING, LOOPBACK, Server, local_session
 
 TOLD_SECONDS = 1.0  # for the gateway, which looks every 0.2 s (gateway_upstream.TOLD)
 BALANCER_SECONDS = 5.0  # for whoever asks /ready: twice in a row at 2 s, as config/kubernetes does
@@ -39,7 +40,7 @@ def drain(server: Server, ready: ReadyServer | None, seconds: float) -> str:
     why = "TorchServe has ended"
     while server.running():
         try:
-            if server.auth and server.key_file.exists():
+            if server.auth and server.host == LOOPBACK and server.key_file.exists():
                 keep_out(server)
             retire_all(server, deadline)
             time.sleep(LEAVE_SECONDS)
