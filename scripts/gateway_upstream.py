@@ -132,8 +132,7 @@ class Upstream:
                 await self._look()
             else:
                 continue
-            # a server that is being stopped or has been: whether there is another
-            due = time.time() + (WATCH if self.turnstile.width else PAUSE)
+            due = time.time() + (WATCH if self.turnstile.width else 1.0)  # sooner where another server is awaited
 
     def key(self, kind: str = "inference") -> str | None:
         """TorchServe's present key of a kind (inference, management, API); None when it asks for none."""

@@ -149,6 +149,8 @@ class Server:
         for file in (self.key_file, self.run_dir / DRAINING):  # of an earlier run
             file.unlink(missing_ok=True)
         self.log_path.unlink(missing_ok=True)
+        self._failure = StartFailure(self.config["startupTimeout"])  # of a worker's end in an earlier run, too
+        self._news.clear()
         settings = self.run_dir / "config.properties"
         settings.write_text(self._settings(), encoding="ascii")
 
@@ -192,6 +194,7 @@ class Server:
             process.wait()
         shutil.rmtree(self._temp, ignore_errors=True)
         self._reader.join(5)
+        (self.run_dir / DRAINING).unlink(missing_ok=True)
         self._lock.close()
 
     def wait(self) -> None:

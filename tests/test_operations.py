@@ -411,6 +411,7 @@ def test_drain_and_another_start_under_load(command: Command, exact: Gr00tPolicy
         assert "all is answered" in command.said and "serve: stopped" in command.said
         assert readiness(command.management_url, command.management_key) == (False, "TorchServe does not answer")
         assert command.systemd.recv(100) == b"STOPPING=1"
+        assert {file.name for file in command.run_dir.iterdir()} == {"config.properties", "lock", "logs", "model_store"}
 
         command.start()
         had = robots.answers[:3]
