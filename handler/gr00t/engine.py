@@ -630,13 +630,8 @@ class Engine:
         torch.cuda.current_stream().wait_stream(self._stream)  # type: ignore[arg-type]
         rung.graph.replay()
         rung.answer.copy_(rung.chunks, non_blocking=True)
-        self._wait()
-        return rung.answer.numpy()[: len(rows)].copy()
-
-    @staticmethod
-    def _wait() -> None:
-        """Until the answer is there."""
         torch.cuda.current_stream().synchronize()
+        return rung.answer.numpy()[: len(rows)].copy()
 
     def _run(self, rows: Sequence[HostRow], grids: Grids, wanted: int, tokens: int) -> NDArray[np.float32]:
         """One forward without graphs."""
