@@ -28,7 +28,7 @@ from handler.embodiment import Embodiment, Float32, load_embodiments
 from handler.gr00t import kernels
 from handler.gr00t.checkpoint import CheckpointError, content_hash, load_model, read_json, weight_files
 from handler.gr00t.engine import Engine, Fused, HostRow, frame_values, image_tokens, padded_length
-from handler.gr00t.model import Batch, Grid, cut_patches, mrope_positions, velocity_scale
+from handler.gr00t.model import Batch, Gr00tConfig, Grid, cut_patches, mrope_positions, velocity_scale
 from handler.observation import Limits, Observation, check
 from handler.problem import Problem
 from handler.prompt import PromptEncoder, load_tokenizer
@@ -102,6 +102,69 @@ def _absurd(normalized: Float32) -> bool:
     return not bool((np.abs(normalized) <= 1e6).all())
 
 
+def processor_folder(checkpoint: Path) -> Path:
+    """Where a checkpoint has its processor files: in `processor/`, or at its top."""
+    folder = checkpoint / "processor"
+    return folder if (folder / "processor_config.json").is_file() else checkpoint
+
+
+def read_processor(
+    folder: Path, tag: str | None, config: Gr00tConfig
+) -> tuple[dict[str, Embodiment], str | None, bool, ImageRecipe]:
+    """The embodiments that can be served, the tag of requests that name none, whether instructions are formalized, and
+    the image recipe, from a folder's processor files.
+
+    tag: to be that of requests that name none. config: the network's.
+
+    Raises:
+        CheckpointError: a file is missing or unusable, or nothing can be served, or not `tag`.
+    """
+    kwargs = read_json(folder, "processor_config.json").get("processor_kwargs")
+    if not isinstance(kwargs, dict) or not isinstance(kwargs.get("modality_configs"), dict):
+        raise CheckpointError("processor_config.json has no processor_kwargs with modality_configs")
+    if kwargs.get("use_tactile"):
+        raise CheckpointError("processor_config.json: use_tactile is set; tactile checkpoints are not supported")
+    ids = read_json(folder, "embodiment_id.json") if (folder / "embodiment_id.json").is_file() else {}
+    served, refused = load_embodiments(kwargs, read_json(folder, "statistics.json"), ids)
+    for name, embodiment in list(served.items()):
+        if reason := _misfit(embodiment, config):
+            refused[name] = reason
+            del served[name]
+    for name, reason in refused.items():
+        logger.warning("embodiment %s is not served: %s", name, reason)
+    if not served:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:4])
+        raise CheckpointError(f"no embodiment of this checkpoint can be served: {reasons or 'there is none'}")
+    if tag is not None and tag not in served:
+        raise CheckpointError(
+            f"embodiment {tag!r} cannot be served: {refused.get(tag, 'the checkpoint does not have it')}; "
+            f"it has {', '.join(served)}"
+        )
+    try:
+        recipe = ImageRecipe.from_json(kwargs)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"processor_config.json: {error}") from error
+    default = tag or (next(iter(served)) if len(served) == 1 else None)
+    return served, default, bool(kwargs.get("formalize_language", True)), recipe
+
+
+def _misfit(embodiment: Embodiment, config: Gr00tConfig) -> str | None:
+    """Why an embodiment does not fit this network, if it does not."""
+    state = sum(group.encoded_width for group in embodiment.states)
+    action = sum(group.width for group in embodiment.actions)
+    for name, needed, room in (
+        ("state width", state, config.max_state_dim),
+        ("action width", action, config.max_action_dim),
+        ("horizon", embodiment.horizon, config.action_horizon),
+        ("id", embodiment.id + 1, config.max_num_embodiments),
+    ):
+        if needed > room:
+            return f"its {name} needs {needed}, the model has room for {room}"
+    if embodiment.state_steps != config.state_history_length:
+        return f"it has {embodiment.state_steps} state rows, the model takes {config.state_history_length}"
+    return None
+
+
 class Gr00tPolicy:
     """A checkpoint, loaded on one device. `check` and `prepare` may run in many threads, `predict` in one.
 
@@ -140,8 +203,7 @@ class Gr00tPolicy:
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.limits = limits or Limits()
         weights = weight_files(checkpoint)
-        config = checkpoint / "processor"
-        config = config if (config / "processor_config.json").is_file() else checkpoint
+        config = processor_folder(checkpoint)
         if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
             raise CheckpointError("the tokenizer folder has no tokenizer.json")
         words = load_tokenizer([tokenizer] if tokenizer else [checkpoint, checkpoint / "processor"])
@@ -150,7 +212,9 @@ class Gr00tPolicy:
         with ThreadPoolExecutor(1) as pool:  # hashing reads what loading reads, so side by side it costs little
             digest = pool.submit(content_hash, files, words.to_str().encode())
             self.model = load_model(checkpoint, self.device, self.dtype)
-            self._load_processor(config, embodiment_tag)
+            self.embodiments, self.default_tag, self.formalize_language, self.recipe = read_processor(
+                config, embodiment_tag, self.model.config
+            )
             self.encode_prompt = PromptEncoder(words, self.model.config.image_token_id, self.formalize_language)
             self.checkpoint = digest.result()
         self.config = self.model.config
@@ -177,53 +241,6 @@ class Gr00tPolicy:
             keep_freed_memory()
         self.tokens = lru_cache(maxsize=1024)(self._tokens)  # robots repeat their instruction at every step
         self.load_seconds = time.perf_counter() - start
-
-    def _load_processor(self, folder: Path, tag: str | None) -> None:
-        kwargs = read_json(folder, "processor_config.json").get("processor_kwargs")
-        if not isinstance(kwargs, dict) or not isinstance(kwargs.get("modality_configs"), dict):
-            raise CheckpointError("processor_config.json has no processor_kwargs with modality_configs")
-        if kwargs.get("use_tactile"):
-            raise CheckpointError("processor_config.json: use_tactile is set; tactile checkpoints are not supported")
-        ids = read_json(folder, "embodiment_id.json") if (folder / "embodiment_id.json").is_file() else {}
-        served, refused = load_embodiments(kwargs, read_json(folder, "statistics.json"), ids)
-        for name, embodiment in list(served.items()):
-            if reason := self._misfit(embodiment):
-                refused[name] = reason
-                del served[name]
-        for name, reason in refused.items():
-            logger.warning("embodiment %s is not served: %s", name, reason)
-        if not served:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:4])
-            raise CheckpointError(f"no embodiment of this checkpoint can be served: {reasons or 'there is none'}")
-        if tag is not None and tag not in served:
-            raise CheckpointError(
-                f"embodiment {tag!r} cannot be served: {refused.get(tag, 'the checkpoint does not have it')}; "
-                f"it has {', '.join(served)}"
-            )
-        self.embodiments: dict[str, Embodiment] = served
-        self.default_tag = tag or (next(iter(served)) if len(served) == 1 else None)
-        self.formalize_language = bool(kwargs.get("formalize_language", True))
-        try:
-            self.recipe = ImageRecipe.from_json(kwargs)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"processor_config.json: {error}") from error
-
-    def _misfit(self, embodiment: Embodiment) -> str | None:
-        """Why an embodiment does not fit this network, if it does not."""
-        c = self.model.config
-        state = sum(group.encoded_width for group in embodiment.states)
-        action = sum(group.width for group in embodiment.actions)
-        for name, needed, room in (
-            ("state width", state, c.max_state_dim),
-            ("action width", action, c.max_action_dim),
-            ("horizon", embodiment.horizon, c.action_horizon),
-            ("id", embodiment.id + 1, c.max_num_embodiments),
-        ):
-            if needed > room:
-                return f"its {name} needs {needed}, the model has room for {room}"
-        if embodiment.state_steps != c.state_history_length:
-            return f"it has {embodiment.state_steps} state rows, the model takes {c.state_history_length}"
-        return None
 
     # ------------------------------------------------------------------------------------------- a request's path
 

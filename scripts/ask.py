@@ -29,11 +29,11 @@ class AskError(RuntimeError):
     """Why there is no action, in words for the terminal."""
 
 
-def keys(given: str | None) -> tuple[str | None, str | None]:
+def keys(given: str | None, key_file: Path = KEY_FILE) -> tuple[str | None, str | None]:
     """(inference key, management key): --key or GR00T_KEY for the first, else both as ./scripts/serve left them."""
     inference, management = given or os.environ.get("GR00T_KEY"), None
     try:
-        stored = json.loads(KEY_FILE.read_text(encoding="utf-8"))
+        stored = json.loads(key_file.read_text(encoding="utf-8"))
         inference, management = inference or stored["inference"]["key"], stored["management"]["key"]
     except (OSError, ValueError, KeyError):  # a server without authorization, or on another machine
         pass
@@ -201,14 +201,15 @@ def main() -> int:
     add("--plot", type=Path, metavar="FILE", help="write a PNG of the trajectories")
     add("--embodiment", metavar="TAG", help="the embodiment (default: the server's)")
     add("--seed", type=int, metavar="N", help="of the noise; the same seed gives the same actions")
-    add("--key", help="the inference key (default: GR00T_KEY, else from .run/key_file.json)")
+    add("--key", help="the inference key (default: GR00T_KEY, else from the key file)")
+    add("--key-file", type=Path, default=KEY_FILE, help="TorchServe's (default: .run/key_file.json)")
     args = parser.parse_args()
     url = urlsplit(args.url.rstrip("/"))
     if url.scheme not in ("http", "https") or not url.hostname or url.port is None:
         parser.error(f"--url must be like http://127.0.0.1:8080, not {args.url!r}")
     management_url = f"{url.scheme}://{url.hostname}:{url.port + 1}"
     try:
-        key, management_key = keys(args.key)
+        key, management_key = keys(args.key, args.key_file)
         metadata = contract(management_url, management_key, args.model)
         tag = choose_embodiment(metadata, args.embodiment)
         parts = request_parts(metadata, tag, args.image, args.prompt, args.seed)

@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ from scripts.gateway_keys import Keys, new_key
 from scripts.gateway_translate import Episode, Translation, deadline_of, for_openpi, in_words, pack, problem_of, unpack
 from scripts.gateway_upstream import Upstream
 from scripts.package import ROOT
-from scripts.serve import Server, StartError, pick_ports
+from scripts.serve import Server, StartError, notify, pick_ports
 
 logger = logging.getLogger("gateway")
 
@@ -45,7 +46,8 @@ ANSWERED = ("Content-Type", "Retry-After", "X-Request-Id")
 SHOWN = 60.0  # s that the status page's rates cover
 BODY_SECONDS = 30  # for an HTTP body to arrive
 START_SECONDS = 60.0  # for a gateway to find TorchServe
-DRAIN_SECONDS = 20.0  # for answers that are under way when the gateway is told to stop
+LEAVE_SECONDS = 5.0  # for the last answers to leave, after `drain_s`
+STOP_SECONDS = 20.0  # for a gateway to end, on top of its `drain_s`
 IDLE_SECONDS = 300.0  # after which a robot without a connection of its own is forgotten
 
 
@@ -118,7 +120,8 @@ class Gateway:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self.keys = None if settings["keys"] in ("torchserve", "off") else Keys(Path(settings["keys"]))
+        self.keys = None if settings["keys"] in ("torchserve", "off") else Keys(settings["keys"])
+        self.tls = tls_context(settings)
         self.upstream = Upstream(settings["inference_url"], settings["management_url"], Path(settings["key_file"]),
                                  renew=self.keys is not None, patience=settings["patience_s"])  # fmt: skip
         self.robots: dict[int, Robot] = {}
@@ -261,10 +264,14 @@ class Gateway:
         return socket
 
     async def close(self, _: web.Application) -> None:
-        """Lets who is being answered have the answer, and closes the other connections."""
+        """Lets who is being answered have the answer, for `drain_s`, and closes the other connections."""
         self.closing = True
-        idle = [socket for socket, robot in self.sockets.items() if not robot.busy]
-        await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in idle))
+        until, over = time.monotonic() + self.settings["drain_s"], False
+        while not over and (self.sockets or any(robot.busy for robot in self.robots.values())):
+            over = time.monotonic() >= until
+            leave = [socket for socket, robot in self.sockets.items() if over or not robot.busy]
+            await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in leave))
+            await asyncio.sleep(0.05)
 
     async def _talk(self, socket: web.WebSocketResponse, robot: Robot, messages: asyncio.Queue[WSMessage]) -> None:
         total_ms = None
@@ -418,11 +425,37 @@ def read_settings(overlays: list[Path]) -> dict[str, Any]:
             raise ValueError(f"key_map: {name!r} must go to a key or a list of keys, got {target!r}")
         if isinstance(target, list) and not all(t.startswith("state.") for t in targets):
             raise ValueError(f"key_map: {name!r} can be cut into keys of the form state.KEY only")
-    if settings["keys"] == "off" and settings["host"] not in ("127.0.0.1", "::1", "localhost"):
+    for name in ("tls_cert", "tls_key", "zmq_host"):
+        if not isinstance(settings[name], str | None):
+            raise ValueError(f"{name} must be a text, got {settings[name]!r}")
+    if (settings["tls_cert"] is None) != (settings["tls_key"] is None):
+        raise ValueError("tls_cert and tls_key go together; give both or none")
+    if settings["zmq_host"] is None:  # ZeroMQ's GR00T clients know no TLS
+        settings["zmq_host"] = settings["host"] if settings["tls_cert"] is None else "127.0.0.1"
+    if settings["keys"] == "off" and not {settings["host"], settings["zmq_host"]} <= {"127.0.0.1", "::1", "localhost"}:
         raise ValueError("keys: off is for this machine alone; give keys, or host: 127.0.0.1")
     if settings["steps_per_request"] < 1:
         raise ValueError("steps_per_request must be 1 or more")
     return settings
+
+
+def tls_context(settings: dict[str, Any]) -> ssl.SSLContext | None:
+    """TLS 1.2 or later with the certificate of the settings; None without one. Raises ValueError: it cannot be used."""
+    if settings["tls_cert"] is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    load_certificate(context, settings)
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, settings: dict[str, Any]) -> None:
+    """The certificate as its files are now, for connections from now on. Raises ValueError: it cannot be used."""
+    try:
+        context.load_cert_chain(settings["tls_cert"], settings["tls_key"], password="")  # never ask the terminal
+    except OSError as error:
+        raise ValueError(f"tls_cert and tls_key cannot be used: {error.strerror or error}; they must be PEM files, the "
+                         "key without a passphrase") from None  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- run
@@ -447,16 +480,18 @@ async def serving(settings: dict[str, Any]) -> AsyncIterator[Gateway]:
             await stack.enter_async_context(_listening(admin, "127.0.0.1", settings["admin_port"]))
         if settings["zmq_port"]:
             await stack.enter_async_context(serve_zmq(gateway))
-        await stack.enter_async_context(_listening(robots, settings["host"], settings["port"]))
+        await stack.enter_async_context(_listening(robots, settings["host"], settings["port"], gateway.tls))
         yield gateway
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[None]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_SECONDS)
+async def _listening(
+    app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[None]:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=LEAVE_SECONDS)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
         yield
     finally:
         await runner.cleanup()
@@ -474,7 +509,7 @@ class GatewayProcess:
 
     def __init__(self, server: Server, folder: Path, **settings: Any) -> None:
         self.port, self.zmq_port, self.admin_port = pick_ports(0)[:3]
-        self.url = f"ws://127.0.0.1:{self.port}"
+        self.url = f"{'wss' if settings.get('tls_cert') else 'ws'}://127.0.0.1:{self.port}"
         self.log_path = folder / "gateway.log"
         self._config = folder / "gateway.yaml"
         self._settings = {
@@ -507,7 +542,7 @@ class GatewayProcess:
         """Lets it end as on Ctrl-C, and returns its exit status."""
         self._process.send_signal(signal.SIGTERM)
         try:
-            return self._process.wait(DRAIN_SECONDS + 20)
+            return self._process.wait(STOP_SECONDS + self._settings.get("drain_s", 20))
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
@@ -523,7 +558,7 @@ def main() -> int:
     try:
         settings = read_settings(args.config)
         if args.new_key:
-            if settings["keys"] in ("torchserve", "off"):
+            if settings["keys"] in ("torchserve", "off") or settings["keys"].startswith("env:"):
                 raise ValueError("keys must name a file first, in a --config FILE")
             print(new_key(Path(settings["keys"]), args.new_key, args.days))
             return 0
@@ -535,19 +570,26 @@ def main() -> int:
 
 
 async def _serve(settings: dict[str, Any]) -> None:
-    task = asyncio.current_task()
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         async with serving(settings) as gateway:
             gateway.kill = task.cancel
-            s = settings
-            print(f"Robots: ws://{s['host']}:{s['port']} (OpenPI), http://{s['host']}:{s['port']}/predictions/gr00t"
-                  + (f", tcp://{s['host']}:{s['zmq_port']} (GR00T)" if s["zmq_port"] else ""), flush=True)  # fmt: skip
+            s, secure = settings, "s" if gateway.tls else ""
+            at = f"{s['host']}:{s['port']}"
+            gr00t = f", tcp://{s['zmq_host']}:{s['zmq_port']} (GR00T)" if s["zmq_port"] else ""
+            print(f"Robots: ws{secure}://{at} (OpenPI), http{secure}://{at}/predictions/gr00t{gr00t}", flush=True)
             if s["admin_port"]:
                 print(f"Status: http://127.0.0.1:{s['admin_port']}/ and /metrics", flush=True)
-            await asyncio.Event().wait()
+            if gateway.tls is not None:
+                loop.add_signal_handler(signal.SIGHUP, load_certificate, gateway.tls, settings)
+            notify("READY=1")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                notify("STOPPING=1")
 
 
 if __name__ == "__main__":

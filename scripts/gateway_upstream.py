@@ -19,11 +19,13 @@ import aiohttp
 from handler.problem import Problem
 from handler.wire import PROBLEM
 from scripts.package import MODEL_NAME
+from scripts.ready import is_draining
 
 logger = logging.getLogger("gateway")
 
 PAUSE = 0.2  # s between two attempts
 WATCH = 5.0  # s between two looks at the workers
+TOLD = 0.2  # s between two looks whether the server is being stopped; scripts/drain.py waits for it
 SHORT = aiohttp.ClientTimeout(total=10)
 
 
@@ -119,9 +121,19 @@ class Upstream:
                 await asyncio.gather(watch, return_exceptions=True)
 
     async def _watch(self) -> None:
+        due = time.time() + WATCH
         while True:
-            await asyncio.sleep(min(WATCH, max(0.2, self._renew_at - time.time())))
-            await self._look()
+            await asyncio.sleep(TOLD)
+            if is_draining(self.key_file):
+                if self.turnstile.width:
+                    logger.info("TorchServe is being stopped: robots wait here for the next one")
+                self.turnstile.width = 0
+            elif time.time() >= min(due, self._renew_at):
+                await self._look()
+            else:
+                continue
+            # a server that is being stopped or has been: whether there is another
+            due = time.time() + (WATCH if self.turnstile.width else PAUSE)
 
     def key(self, kind: str = "inference") -> str | None:
         """TorchServe's present key of a kind (inference, management, API); None when it asks for none."""

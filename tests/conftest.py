@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from handler.policy import Actions, Gr00tPolicy, Row
 from handler.problem import Problem
 from scripts.bench_engine import random_observation
 from scripts.make_checkpoint import write_checkpoint
+from scripts.package import ROOT
 
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
 LIBERO = "libero_sim"
@@ -27,6 +30,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def policy(checkpoint: Path) -> Iterator[Gr00tPolicy]:
     yield Gr00tPolicy(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def openpi_python() -> Path:
+    """A Python with openpi-client, kept between runs."""
+    folder = ROOT / ".venv-openpi"
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        # It does not say that it needs typing_extensions.
+        command = [str(python), "-m", "pip", "install", "-q", "openpi-client==0.1.2", "typing_extensions"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"openpi-client cannot be installed here: {done.stderr[-300:]}")
+        (folder / "complete").touch()
+    return python
 
 
 def observation(policy: Gr00tPolicy, tag: str = LIBERO, seed: int = 0, size: tuple[int, int] = (256, 256),

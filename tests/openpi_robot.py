@@ -1,6 +1,6 @@
 """A robot with the real openpi-client, for tests; runs in an environment of its own, since that wants numpy < 2.
 
-openpi_robot.py PORT KEY IN OUT SECONDS: connects, then sends the observations in IN (a msgpack list) in turn, one after
+openpi_robot.py URL KEY IN OUT SECONDS: connects, then sends the observations in IN (a msgpack list) in turn, one after
 the other's answer, once each or for so many seconds; writes [metadata, [answer or error text, ...]] to OUT.
 """
 
@@ -10,10 +10,10 @@ import time
 from openpi_client import msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
-port, key, source, target, seconds = sys.argv[1:]
+url, key, source, target, seconds = sys.argv[1:]
 with open(source, "rb") as file:
     observations = msgpack_numpy.unpackb(file.read())
-client = WebsocketClientPolicy("127.0.0.1", int(port), api_key=key)
+client = WebsocketClientPolicy(url, api_key=key)
 answers = []
 end = time.monotonic() + float(seconds)
 sent = 0

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import time
-import venv
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +29,7 @@ from scripts.gateway_translate import Episode, Translation, pack
 from scripts.gateway_upstream import Turnstile
 from scripts.package import ROOT, build
 from scripts.serve import Server, local_session
-from tests.client import arrived, as_msgpack, differences, gr00t, read
+from tests.client import arrived, as_msgpack, differences, gr00t, read, unpack_openpi
 from tests.conftest import DROID, LIBERO, observation
 
 # ------------------------------------------------------------------------------------------------------------- units
@@ -98,6 +97,34 @@ def test_keys_live_as_long_as_said_and_two_at_a_time(tmp_path: Path, monkeypatch
     path.write_text("{}")
     with pytest.raises(ValueError, match="key file cannot be read"):
         keys.name_of(third)
+
+
+def test_keys_that_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the environment, or a file as a secret is mounted: a link that is turned to another file."""
+    arm, lab = "a" * 20 + "=", "b" * 16
+    monkeypatch.setenv("GR00T_KEYS", f"arm={arm}, lab={lab}")
+    keys = Keys("env:GR00T_KEYS")
+    assert [keys.name_of(key) for key in (arm, lab, "", "x", f"arm={arm}")] == ["arm", "lab", None, None, None]
+    for text in ("", "arm", f"={lab}", "arm=short"):
+        monkeypatch.setenv("GR00T_KEYS", text)
+        with pytest.raises(ValueError, match="environment variable GR00T_KEYS cannot be used") as told:
+            Keys("env:GR00T_KEYS")
+        assert "short" not in str(told.value)
+    old, new, link = tmp_path / "old", tmp_path / "new", tmp_path / "keys"
+    for path, text in ((old, f"arm={arm}\n"), (new, f"arm={arm}\narm={lab}\n")):
+        path.write_text(text)
+        path.chmod(0o440)
+    link.symlink_to(old)
+    keys = Keys(link)
+    assert [keys.name_of(key) for key in (arm, lab)] == ["arm", None]
+    (tmp_path / "next").symlink_to(new)
+    (tmp_path / "next").replace(link)
+    assert [keys.name_of(key) for key in (arm, lab)] == ["arm", "arm"]
+    with pytest.raises(ValueError, match="add a line NAME=KEY yourself"):
+        new_key(link, "arm", 1)
+    new.chmod(0o444)
+    with pytest.raises(ValueError, match="others can read it"):
+        Keys(link)
 
 
 @pytest.mark.parametrize(
@@ -235,22 +262,6 @@ def gateway(
     assert "Traceback" not in running.log_path.read_text()
 
 
-@pytest.fixture(scope="module")
-def openpi_python() -> Path:
-    """A Python with openpi-client, kept between runs."""
-    folder = ROOT / ".venv-openpi"
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        venv.create(folder, with_pip=True, clear=True)
-        # It does not say that it needs typing_extensions.
-        command = [str(python), "-m", "pip", "install", "-q", "openpi-client==0.1.2", "typing_extensions"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"openpi-client cannot be installed here: {done.stderr[-300:]}")
-        (folder / "complete").touch()
-    return python
-
-
 def as_openpi(fields: dict[str, Any]) -> dict[str, Any]:
     """A LIBERO observation as OpenPI's LIBERO robots send it: flat, without batch and time, state in one piece."""
     images = [value[0, 0] for value in fields["video"].values()]
@@ -271,7 +282,7 @@ class Robots:
         number = len(self.started)
         source, target = self.folder / f"in{number}", self.folder / f"out{number}"
         source.write_bytes(pack(observations))
-        command = [str(self.python), str(ROOT / "tests" / "openpi_robot.py"), str(self.gateway.port), self.gateway.key]
+        command = [str(self.python), str(ROOT / "tests" / "openpi_robot.py"), self.gateway.url, self.gateway.key]
         process = subprocess.Popen([*command, str(source), str(target), str(seconds)], text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
         self.started.append((process, target))
@@ -282,15 +293,9 @@ class Robots:
         for process, target in self.started:
             said, _ = process.communicate(timeout=180)
             assert process.returncode == 0, said
-            metadata, answers = msgpack.unpackb(target.read_bytes(), strict_map_key=False, object_hook=_array)
+            metadata, answers = unpack_openpi(target.read_bytes())
             out.append((metadata, answers))
         return out
-
-
-def _array(value: dict[Any, Any]) -> Any:
-    if b"__ndarray__" in value:
-        return np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"])
-    return value
 
 
 @pytest.fixture

