@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import signal
 import socket
 import struct
 import sys
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 GRPC_HEADERS = ("content-type", "accept", "x-request-id", "x-request-timeout-ms", "x-request-start")
 RETIRING, RETIRING_SECONDS = "gr00t-retiring", 20.0  # a process name (Linux: at most 15 bytes)
+RETIRING_NOTICE = 5.0  # s from the signal in which a describe job counts
 
 
 def unpack(batch: list[dict[str, Any]]) -> tuple[list[RequestProcessor], list[Request], dict[int, str]]:
@@ -81,6 +83,8 @@ def receive(connection: socket.socket, length: int) -> bytearray:
 def wait_to_be_ended() -> None:
     """Keeps this worker busy with nothing, for ./scripts/scale and ./scripts/swap to end it (they see its new name).
 
+    They send it SIGUSR1, which only its own user and root can, and then a describe job, which always comes alone.
+
     TorchServe ends a worker at once, and often fails the wave that it has in hand. A worker that waits here has none.
     It goes on by itself after RETIRING_SECONDS, in case nobody ends it.
     """
@@ -93,6 +97,8 @@ def wait_to_be_ended() -> None:
 
 class Gr00tHandler(BaseHandler):
     """Serves one checkpoint on one device."""
+
+    retires_until = 0.0  # of time.monotonic: whether the next describe job keeps this worker
 
     def initialize(self, context: Context) -> None:
         """Loads the checkpoint that the archive's model config names, and answers one example to itself.
@@ -139,6 +145,7 @@ class Gr00tHandler(BaseHandler):
         loaded = time.perf_counter()
         self.policy.warm_up()
         self.telemetry = Telemetry(context.metrics, self.policy)
+        signal.signal(signal.SIGUSR1, self._on_retire)
         Service.retrieve_data_for_inference = staticmethod(unpack)
         otf_message_handler._retrieve_buffer = receive
         gc.collect()
@@ -154,7 +161,7 @@ class Gr00tHandler(BaseHandler):
         """Answers a wave. Never looks at one request's headers to decide about another."""
         self.context = context
         if self._is_describe_job(data):
-            if data[0].header("x-retire-pid") == str(os.getpid()):
+            if time.monotonic() < self.retires_until:
                 wait_to_be_ended()
             return [self.describe_handle()]
         lost = False
@@ -176,6 +183,9 @@ class Gr00tHandler(BaseHandler):
         if lost:
             self._reply_and_exit(bodies)
         return bodies
+
+    def _on_retire(self, *_: object) -> None:
+        self.retires_until = time.monotonic() + RETIRING_NOTICE
 
     @staticmethod
     def _is_describe_job(data: list[Request]) -> bool:

@@ -13,6 +13,7 @@ import hmac
 import itertools
 import logging
 import os
+import resource
 import signal
 import ssl
 import subprocess
@@ -26,22 +27,23 @@ from typing import Any
 
 import numpy as np
 import yaml
+import zmq
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as Total
 
 from handler.problem import Problem
-from handler.wire import MSGPACK, Part, Request, decode, encode_problem
+from handler.wire import MSGPACK, Part, Request, decode, encode_problem, header_deadline
 from scripts.gateway_keys import Keys, new_key
 from scripts.gateway_translate import Episode, Translation, deadline_of, for_openpi, in_words, pack, problem_of, unpack
-from scripts.gateway_upstream import Upstream
+from scripts.gateway_upstream import Reply, Upstream
 from scripts.package import ROOT
 from scripts.serve import Server, StartError, notify, pick_ports
 
 logger = logging.getLogger("gateway")
 
 PAGE = ROOT / "scripts" / "status.html"
-PASSED_ON = ("content-type", "accept", "content-encoding", "x-request-timeout-ms", "x-request-start", "x-request-id")
+PASSED_ON = ("content-type", "accept", "x-request-timeout-ms", "x-request-start", "x-request-id")
 ANSWERED = ("Content-Type", "Retry-After", "X-Request-Id")
 SHOWN = 60.0  # s that the status page's rates cover
 BODY_SECONDS = 30  # for an HTTP body to arrive
@@ -55,19 +57,20 @@ IDLE_SECONDS = 300.0  # after which a robot without a connection of its own is f
 class Robot:
     """One connection.
 
-    key: whose key it came with; protocol: openpi, gr00t or http; address: where it is, in protocols that do not say
-    when a robot leaves; episode: see `Episode`.
+    key: whose key it came with; protocol: openpi, gr00t or http; leaves: whether that says when a robot does; episode:
+    see `Episode`; session: the robot's own name for it.
     """
 
     number: int
     key: str
     protocol: str
-    address: Any = None
+    leaves: bool = True
     episode: Episode = field(default_factory=Episode)
-    since: float = field(default_factory=time.time)
+    session: Any = None
+    since: float = field(default_factory=time.monotonic)
     requests: int = 0
     failures: int = 0
-    last: float = field(default_factory=time.time)
+    last: float = field(default_factory=time.monotonic)
     last_ms: float = 0.0
     busy: int = 0  # messages without their answer
 
@@ -95,21 +98,26 @@ class Stats:
         self.failures: Counter[str] = Counter()
         self.last_failures: deque[dict[str, Any]] = deque(maxlen=20)
 
-    def add(self, robot: Robot, began: float, wave: int, problem: Problem | None) -> None:
-        """Counts one answer; wave: how many requests shared its wave."""
-        seconds, robot.last = time.time() - began, time.time()
-        robot.requests += 1
+    def answered(self, robot: Robot, seconds: float, wave: int) -> None:
+        """Counts an answer with actions; wave: how many requests shared its wave, 0 when that is not known."""
+        self._count(robot, 200)
         robot.last_ms = seconds * 1e3
-        self.requests.labels(robot.protocol, str(problem.status if problem else 200)).inc()
-        if problem is None:
-            self.seconds.labels(robot.protocol).observe(seconds)
-            self.recent.append((robot.last, robot.last_ms, wave))
-            return
+        self.seconds.labels(robot.protocol).observe(seconds)
+        self.recent.append((robot.last, robot.last_ms, wave))
+
+    def failed(self, robot: Robot, problem: Problem) -> None:
+        """Counts an answer without actions."""
+        self._count(robot, problem.status)
         robot.failures += 1
         self.failures[f"{problem.status} {problem.title}"] += 1
         where = (problem.pointer or "")[:200]
-        self.last_failures.append({"time": robot.last, "robot": robot.number, "status": problem.status,
+        self.last_failures.append({"time": time.time(), "robot": robot.number, "status": problem.status,
                                    "pointer": where, "detail": problem.detail[:300]})  # fmt: skip
+
+    def _count(self, robot: Robot, status: int) -> None:
+        robot.requests += 1
+        robot.last = time.monotonic()
+        self.requests.labels(robot.protocol, str(status)).inc()
 
 
 class Gateway:
@@ -126,8 +134,7 @@ class Gateway:
                                  renew=self.keys is not None, patience=settings["patience_s"])  # fmt: skip
         self.robots: dict[int, Robot] = {}
         self.numbers = itertools.count(1)
-        self._at: dict[tuple[str, Any, str], Robot] = {}
-        self._swept = 0.0
+        self.held: Counter[str] = Counter()  # of them, by key
         self.sockets: dict[web.WebSocketResponse, Robot] = {}
         self.closing = False
         self.pending = 0  # bytes of messages without their answer
@@ -145,73 +152,87 @@ class Gateway:
             return "anyone"
         if self.keys is not None:
             return self.keys.name_of(key or "")
-        own = self.upstream.key()
-        given = (key or "").encode("utf-8", "surrogateescape")
-        return "torchserve" if own is None or hmac.compare_digest(own.encode(), given) else None
+        if not self.upstream.guarded:
+            return "anyone"
+        own, given = self.upstream.key(), (key or "").encode("utf-8", "surrogateescape")
+        return "torchserve" if own is not None and hmac.compare_digest(own.encode(), given) else None
 
-    def _admit(self, robot: Robot) -> Robot:
+    def admit(self, key: str, protocol: str, leaves: bool = True) -> Robot:
+        """A robot that has come; whoever says that it leaves, `robots` loses it then, the others after a while.
+
+        Raises Problem 503 when there are too many.
+        """
+        if len(self.robots) >= self.settings["max_connections"]:
+            now = time.monotonic()
+            for robot in list(self.robots.values()):
+                if not robot.leaves and not robot.busy and now - robot.last > IDLE_SECONDS:
+                    del self.robots[robot.number]
         if len(self.robots) >= self.settings["max_connections"]:
             raise Problem(503, f"{len(self.robots)} robots are connected, and no more are taken", retry_after=10)
+        robot = Robot(next(self.numbers), key, protocol, leaves)
         self.robots[robot.number] = robot
         return robot
 
     @contextlib.contextmanager
     def connection(self, key: str, protocol: str) -> Iterator[Robot]:
         """A robot's time here. Raises Problem 503 when there are too many."""
-        robot = self._admit(Robot(next(self.numbers), key, protocol))
+        robot = self.admit(key, protocol)
         try:
             yield robot
         finally:
             del self.robots[robot.number]
 
-    def robot_at(self, protocol: str, address: Any, key: str) -> Robot:
-        """The robot at an address, for protocols that do not say when one leaves: after a while it is forgotten.
-
-        Raises Problem 503 when there are too many.
-        """
-        now = time.time()
-        if now - self._swept > 1:
-            self._swept = now
-            for place, robot in list(self._at.items()):
-                if not robot.busy and now - robot.last > IDLE_SECONDS:
-                    del self._at[place], self.robots[robot.number]
-        place = (protocol, address, key)
-        if place not in self._at:
-            self._at[place] = self._admit(Robot(next(self.numbers), key, protocol, address))
-        return self._at[place]
-
     @contextlib.contextmanager
     def room(self, robot: Robot, size: int) -> Iterator[None]:
-        """Room for a robot's message of so many bytes until it is answered. Raises Problem 503 when there is none."""
-        if self.pending + size > self.settings["max_pending_mb"] << 20:
+        """Room for a robot's message of so many bytes until it is answered.
+
+        Raises Problem 503 when there is none, or when this would be more than half of all for its key.
+        """
+        most = self.settings["max_pending_mb"] << 20
+        if self.pending + size > most or self.held[robot.key] + size > most // 2:
             raise Problem(503, "too many messages wait for their answer; send this one again", retry_after=1)
         self.pending += size
+        self.held[robot.key] += size
         robot.busy += 1
         try:
             yield
         finally:
             self.pending -= size
+            self.held[robot.key] -= size
             robot.busy -= 1
 
     async def act(self, robot: Robot, sent: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """The actions and info for a robot's observation, decoded by `handler.wire`. Raises Problem."""
-        began, wave, failed = time.time(), 0, None
-        translation = self.translation()
+        """The actions, in modality order, and info for a robot's observation, decoded by `handler.wire`.
+
+        Raises Problem.
+        """
+        began, translation = time.monotonic(), self.translation()
+        fields, history = translation.fields(sent, robot.episode)
+        reply = await self.upstream.predict(
+            robot.key, robot.number, {"Content-Type": MSGPACK}, pack(fields), deadline_of(fields)
+        )
+        if reply.status != 200:
+            raise translation.robots_own(problem_of(reply))
+        robot.episode.history.update(history)
+        actions, info = unpack(reply.body)
+        if info["checkpoint"] != self.upstream.contract["checkpoint"]:  # it was swapped
+            await self.upstream.read_contract()
+        self.stats.answered(robot, time.monotonic() - began, info["wave_requests"])
+        return actions, info
+
+    @contextlib.contextmanager
+    def answering(self, robot: Robot) -> Iterator[None]:
+        """Whatever is raised inside becomes a Problem, and is counted: a robot gets its answer in any case."""
         try:
-            fields = translation.fields(sent, robot.episode)
-            reply = await self.upstream.predict(
-                robot.key, robot.number, {"Content-Type": MSGPACK}, pack(fields), deadline_of(fields)
-            )
-            if reply.status != 200:
-                raise translation.robots_own(problem_of(reply))
-            actions, info = unpack(reply.body)
-            wave = info["wave_requests"]
-            return actions, info
+            yield
         except Problem as problem:
-            failed = problem
+            self.stats.failed(robot, problem)
             raise
-        finally:
-            self.stats.add(robot, began, wave, failed)
+        except Exception:  # a defect of ours
+            logger.exception("a message could not be answered")
+            defect = Problem(500, "the gateway could not answer this message; its log says more")
+            self.stats.failed(robot, defect)
+            raise defect from None
 
     # ------------------------------------------------------------------------------------------------------- OpenPI
 
@@ -236,6 +257,8 @@ class Gateway:
         name = self.who(_bearer(request))
         if name is None:
             return web.Response(status=401, text="Expected the header Authorization: Api-Key KEY with a valid key.\n")
+        if "Origin" in request.headers:  # some web page in somebody's browser
+            return web.Response(status=403, text="This WebSocket is for robots, not for web pages.\n")
         socket = web.WebSocketResponse(
             compress=False, max_msg_size=self.settings["max_message_mb"] << 20, heartbeat=30, timeout=5
         )
@@ -245,7 +268,7 @@ class Gateway:
                 self.sockets[socket] = robot
                 await socket.send_bytes(pack(self.metadata()))
                 # Read in a task of its own: pings are answered, and a hang-up is noticed, while actions are computed.
-                messages: asyncio.Queue[WSMessage] = asyncio.Queue(maxsize=2)
+                messages: asyncio.Queue[WSMessage] = asyncio.Queue(maxsize=1)
                 reader = asyncio.create_task(_read(socket, messages))
                 talk = asyncio.create_task(self._talk(socket, robot, messages))
                 try:
@@ -279,7 +302,7 @@ class Gateway:
             message = await messages.get()
             began = time.perf_counter()
             try:
-                with self.room(robot, len(message.data)):
+                with self.room(robot, len(message.data)), self.answering(robot):
                     answer = await self._openpi_answer(robot, message, total_ms)
             except Problem as problem:
                 answer = in_words(problem)
@@ -295,8 +318,10 @@ class Gateway:
         if message.type != WSMsgType.BINARY:
             raise Problem(400, "Expected a binary message with msgpack; came text.")
         sent, _ = decode(Request({"Content-Type": MSGPACK}, [Part("body", "", message.data)]))
-        endpoint = sent.pop("endpoint", "infer")
-        sent.pop("session_id", None)
+        endpoint, session = sent.pop("endpoint", "infer"), sent.pop("session_id", None)
+        if not np.array_equal(session, robot.session):  # a text, or an array of one
+            robot.episode.reset()
+            robot.session = session
         if endpoint == "reset":
             robot.episode.reset()
             return "reset successful"
@@ -304,12 +329,10 @@ class Gateway:
             raise Problem(404, "endpoint must be infer or reset", "/endpoint")
         began = time.perf_counter()
         actions, info = await self.act(robot, sent)
-        embodiment = self.translation().embodiment(sent)
-        assert embodiment is not None  # the server has answered it
         timing = {"infer_ms": (time.perf_counter() - began) * 1e3, "forward_ms": info["inference_ms"]}
         if total_ms is not None:
             timing["prev_total_ms"] = total_ms
-        return pack({**for_openpi(actions, list(embodiment["action"])), "server_timing": timing, "info": info})
+        return pack({**for_openpi(actions), "server_timing": timing, "info": info})
 
     # --------------------------------------------------------------------------------------------------------- HTTP
 
@@ -319,36 +342,43 @@ class Gateway:
         if name is None:
             return web.json_response({"code": 401, "type": "InvalidKeyException", "message": "Expected the header "
                                       "Authorization: Bearer KEY with a valid key."}, status=401)  # fmt: skip
-        began, problem = time.time(), None
+        began, most = time.monotonic(), self.settings["max_message_mb"] << 20
         try:
-            peer = request.transport.get_extra_info("peername") if request.transport else None
-            robot = self.robot_at("http", peer, name)
-        except Problem as full:
-            return _answer(full)
+            with self.connection(name, "http") as robot, self.answering(robot):
+                reply = await self._pass_on(request, robot, most)
+                if reply.status == 200:
+                    self.stats.answered(robot, time.monotonic() - began, 0)
+                else:
+                    self.stats.failed(robot, problem_of(reply))
+        except Problem as problem:
+            return _answer(problem)
+        kept = {key: reply.headers[key] for key in ANSWERED if key in reply.headers}
+        if reply.status == 503:
+            kept.setdefault("Retry-After", "1")  # TorchServe's own has none
+        return web.Response(status=reply.status, body=reply.body, headers=kept)
+
+    async def _pass_on(self, request: web.Request, robot: Robot, most: int) -> Reply:
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise Problem(415, "Expected a body without compression. JPEG or PNG files make bodies small.")
+        if (request.content_length or 0) > most:
+            raise Problem(413, f"a body of {request.content_length} bytes; at most {most} are taken")
+        headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
+        headers.setdefault("x-request-start", f"t={time.time():.3f}")
         try:
-            with self.room(robot, request.content_length or self.settings["max_message_mb"] << 20):
-                body = await asyncio.wait_for(request.read(), BODY_SECONDS)
-                headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
-                headers.setdefault("x-request-start", f"t={began:.3f}")
-                reply = await self.upstream.predict(name, robot.number, headers, body)
-            if reply.status != 200:
-                problem = problem_of(reply)
-            kept = {key: reply.headers[key] for key in ANSWERED if key in reply.headers}
-            return web.Response(status=reply.status, body=reply.body, headers=kept)
+            body = await asyncio.wait_for(request.read(), BODY_SECONDS)
         except asyncio.TimeoutError:
-            problem = Problem(400, f"the body did not arrive within {BODY_SECONDS} s")
-            return _answer(problem)
-        except Problem as raised:
-            problem = raised
-            return _answer(problem)
-        finally:
-            self.stats.add(robot, began, 0, problem)
+            raise Problem(400, f"the body did not arrive within {BODY_SECONDS} s") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise Problem(413, f"the body is larger than {most} bytes") from None
+        with self.room(robot, len(body)):
+            deadline = header_deadline(Request(headers, []))
+            return await self.upstream.predict(robot.key, robot.number, headers, body, deadline)
 
     # ------------------------------------------------------------------------------------------------- for its owner
 
     def status(self) -> dict[str, Any]:
         """What the status page shows."""
-        now, upstream = time.time(), self.upstream
+        now, upstream = time.monotonic(), self.upstream
         recent = [entry for entry in self.stats.recent if now - entry[0] < SHOWN]
         times = sorted(entry[1] for entry in recent) or [0.0]
         waves = Counter(entry[2] for entry in recent if entry[2])
@@ -414,9 +444,10 @@ def read_settings(overlays: list[Path]) -> dict[str, Any]:
         for name, value in given.items():
             if name not in own:
                 raise ValueError(f"{overlay.name}: unknown setting {name!r}; there are {', '.join(own)}")
-            if own[name] is not None and type(value) is not type(own[name]) and not (
-                isinstance(own[name], int) and isinstance(value, float) and not isinstance(own[name], bool)
-            ):  # fmt: skip
+            if name == "keys" and value is False:
+                value = "off"  # what YAML makes of it
+            seconds = name.endswith("_s") and isinstance(value, float)
+            if own[name] is not None and type(value) is not type(own[name]) and not seconds:
                 raise ValueError(f"{overlay.name}: {name} must be like {own[name]!r}, got {value!r}")
             settings[name] = value
     for name, target in settings["key_map"].items():
@@ -425,17 +456,21 @@ def read_settings(overlays: list[Path]) -> dict[str, Any]:
             raise ValueError(f"key_map: {name!r} must go to a key or a list of keys, got {target!r}")
         if isinstance(target, list) and not all(t.startswith("state.") for t in targets):
             raise ValueError(f"key_map: {name!r} can be cut into keys of the form state.KEY only")
-    for name in ("tls_cert", "tls_key", "zmq_host"):
+    for name in ("tls_cert", "tls_key", "zmq_host", "embodiment_tag"):
         if not isinstance(settings[name], str | None):
             raise ValueError(f"{name} must be a text, got {settings[name]!r}")
+    mapped = [t for target in settings["key_map"].values() for t in (target if isinstance(target, list) else [target])]
+    if twice := [target for target, count in Counter(mapped).items() if count > 1]:
+        raise ValueError(f"key_map: {', '.join(twice)} stands for more than one key")
     if (settings["tls_cert"] is None) != (settings["tls_key"] is None):
         raise ValueError("tls_cert and tls_key go together; give both or none")
     if settings["zmq_host"] is None:  # ZeroMQ's GR00T clients know no TLS
         settings["zmq_host"] = settings["host"] if settings["tls_cert"] is None else "127.0.0.1"
-    if settings["keys"] == "off" and not {settings["host"], settings["zmq_host"]} <= {"127.0.0.1", "::1", "localhost"}:
+    if settings["keys"] == "off" and not {settings["host"], settings["zmq_host"]} <= {"127.0.0.1", "localhost"}:
         raise ValueError("keys: off is for this machine alone; give keys, or host: 127.0.0.1")
-    if settings["steps_per_request"] < 1:
-        raise ValueError("steps_per_request must be 1 or more")
+    for name in ("steps_per_request", "max_connections", "max_message_mb", "max_pending_mb", "patience_s"):
+        if settings[name] < 1:
+            raise ValueError(f"{name} must be 1 or more")
     return settings
 
 
@@ -488,7 +523,7 @@ async def serving(settings: dict[str, Any]) -> AsyncIterator[Gateway]:
 async def _listening(
     app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[None]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=LEAVE_SECONDS)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=LEAVE_SECONDS, handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, ssl_context=tls).start()
@@ -557,13 +592,15 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         settings = read_settings(args.config)
-        if args.new_key:
+        if args.new_key is not None:
             if settings["keys"] in ("torchserve", "off") or settings["keys"].startswith("env:"):
                 raise ValueError("keys must name a file first, in a --config FILE")
             print(new_key(Path(settings["keys"]), args.new_key, args.days))
             return 0
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a robot takes two while it is answered
         asyncio.run(_serve(settings))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, zmq.ZMQError) as error:  # such as a port in use
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import time
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("gateway")
 
 SHORTEST = 16  # characters of a key that is given, not made here
 
@@ -38,7 +41,7 @@ class Keys:
     """The keys in a file: {"keys": [{"name", "sha256", "until"}]}, `until` in Unix seconds; or NAME=KEY lines, as a
     mounted secret has them, in a file that others cannot read. `env:VARIABLE` stands for such lines in the environment.
 
-    Raises ValueError, here and in `name_of`, when they cannot be read as that.
+    Raises ValueError when they cannot be read as that.
     """
 
     def __init__(self, source: Path | str) -> None:
@@ -76,6 +79,9 @@ class Keys:
                     raise ValueError("it has plain keys and others can read it; chmod 0600 or 0400")
                 self._keys = _plain(text)
         except (OSError, ValueError, KeyError, TypeError) as error:
+            if self._stamp is not None:  # being written, or mistyped: robots keep their keys
+                logger.error("the key file cannot be read (%s): the keys stay as they were", type(error).__name__)
+                return
             reason = error if type(error) is ValueError else type(error).__name__
             raise ValueError(f"the key file cannot be read: {reason}; make it with --new-key") from None
         self._stamp = stamp

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -42,11 +43,12 @@ class Translation:
         tag = self.tag if tag is None else tag
         return self.embodiments.get(tag) if isinstance(tag, str) else None
 
-    def fields(self, sent: Mapping[str, Any], episode: Episode) -> Fields:
-        """The observation in the server's terms: keys mapped, embodiment named, earlier steps put before the last.
+    def fields(self, sent: Mapping[str, Any], episode: Episode) -> tuple[Fields, History]:
+        """The observation in the server's terms: keys mapped, embodiment named, earlier steps put before the last; and
+        what the episode is to remember once it is answered.
 
         sent: decoded by `handler.wire`. What is wrong with it otherwise, the server says.
-        Raises Problem 422: a mapped value that cannot be cut as the key map says.
+        Raises Problem 422: a mapped value that cannot be cut as the key map says, or that comes under two names.
         """
         out: Fields = {}
         options = sent.get("options")
@@ -55,11 +57,14 @@ class Translation:
         embodiment = self.embodiment({**sent, **out})
         for name, value in sent.items():
             target = self.key_map.get(name, name)
-            if isinstance(target, list):
-                out.update(self._cut(name, value, target, embodiment))
-            elif name != "options" or "options" not in out:
-                out[target] = value
-        return episode.complete(out, embodiment, self.steps_per_request) if embodiment else out
+            if name == "options" and "options" in out:
+                continue
+            new = self._cut(name, value, target, embodiment) if isinstance(target, list) else {target: value}
+            if twice := new.keys() & out.keys():
+                raise Problem(422, f"{', '.join(sorted(twice))} is given twice, here by the gateway's key map",
+                              pointer(name))  # fmt: skip
+            out.update(new)
+        return out, episode.complete(out, embodiment, self.steps_per_request) if embodiment else {}
 
     def robots_own(self, problem: Problem) -> Problem:
         """The problem with its pointer in the robot's terms, where the key map gave the field another name."""
@@ -83,30 +88,40 @@ class Translation:
             raise Problem(422, f"the gateway's key map cuts this into {', '.join(targets)}, but the embodiment has not "
                           "all of these states", pointer(name))  # fmt: skip
         try:
-            array = np.asarray(value, np.float32)
-        except (TypeError, ValueError):
-            raise Problem(422, f"expected {sum(widths)} numbers; came something else", pointer(name)) from None
+            array = np.asarray(value)
+        except ValueError:  # a ragged list
+            array = np.array(None)
+        if array.dtype.kind not in "fiu":
+            raise Problem(422, f"expected {sum(widths)} numbers; came something else", pointer(name))
         if array.ndim == 0 or array.shape[-1] != sum(widths):
             raise Problem(422, f"expected {sum(widths)} numbers ({', '.join(targets)}); came the shape "
                           f"{list(array.shape)}", pointer(name))  # fmt: skip
         return dict(zip(targets, np.split(array, np.cumsum(widths)[:-1], axis=-1), strict=True))
 
 
+History = dict[str, deque[Any]]  # by "MODALITY.KEY"
+
+
 class Episode:
-    """What one connection has sent since its last reset: earlier frames and states, where the checkpoint wants them."""
+    """What one connection has sent since its last reset: earlier frames and states, where the checkpoint wants them.
+
+    Only what was answered counts: a robot sends an observation again that was refused.
+    """
 
     def __init__(self) -> None:
-        self.history: dict[str, deque[np.ndarray]] = {}
+        self.history: History = {}
 
     def reset(self) -> None:
         """A new episode begins: nothing of the last one counts."""
         self.history.clear()
 
-    def complete(self, fields: Fields, embodiment: dict[str, Any], steps_per_request: int) -> Fields:
-        """Puts earlier steps before values that come without a time axis: (H, W, 3) -> (T, H, W, 3), (D,) -> (T, D).
+    def complete(self, fields: Fields, embodiment: dict[str, Any], steps_per_request: int) -> History:
+        """Puts earlier steps before values that come without a time axis: (H, W, 3) or a file -> T of them, (D,) -> T.
 
         The step `delta` before now is that of the request `delta / steps_per_request` ago, or the first there is.
+        Returns the history with this step, for `history.update` once it is answered.
         """
+        news: History = {}
         for modality, rank in (("video", 3), ("state", 1)):
             deltas = embodiment["delta_indices"][modality]
             if len(deltas) == 1:
@@ -116,21 +131,26 @@ class Episode:
             for key in keys:
                 for holder, name in _places(fields, modality, key):
                     now = holder[name]
-                    if isinstance(now, list) and modality == "state":
-                        now = np.asarray(now, np.float32)
-                    if isinstance(now, np.ndarray) and now.ndim == rank:
-                        holder[name] = self._stack(f"{modality}.{key}", now, ago)
-        return fields
+                    if modality == "state" and isinstance(now, int | float | list):
+                        with contextlib.suppress(ValueError, TypeError):  # then the server says what is wrong
+                            now = np.atleast_1d(np.asarray(now, np.float32))
+                    file = modality == "video" and isinstance(now, bytes | str)
+                    if file or (isinstance(now, np.ndarray) and now.ndim == rank):
+                        past = news[f"{modality}.{key}"] = self._with(f"{modality}.{key}", now, max(ago) + 1)
+                        steps = [past[max(0, len(past) - 1 - n)] for n in ago]
+                        holder[name] = steps if file else np.stack(steps)
+        return news
 
-    def _stack(self, key: str, now: np.ndarray, ago: list[int]) -> np.ndarray:
-        if now.nbytes * (max(ago) + 1) > MAX_HISTORY:
-            raise Problem(413, f"the gateway would have to keep {max(ago) + 1} of these frames, which is too much: "
-                          f"send smaller ones, or all {len(ago)} that the checkpoint takes", pointer(key))  # fmt: skip
-        past = self.history.get(key)
-        if past is None or past[0].shape != now.shape or past[0].dtype != now.dtype or past.maxlen != max(ago) + 1:
-            past = self.history[key] = deque(maxlen=max(ago) + 1)
-        past.append(now.copy())  # the message that it is a view of may go
-        return np.stack([past[max(0, len(past) - 1 - n)] for n in ago])
+    def _with(self, key: str, now: Any, length: int) -> deque[Any]:
+        """The steps of this key so far and now. Raises Problem 413 when they would take too much."""
+        if (len(now) if isinstance(now, bytes | str) else now.nbytes) * length > MAX_HISTORY:
+            raise Problem(413, f"the gateway would have to keep {length} of these frames, which is too much: send "
+                          "smaller ones, or all that the checkpoint takes", pointer(key))  # fmt: skip
+        past = self.history.get(key, deque())
+        if past and not (type(past[-1]) is type(now) and np.shape(past[-1]) == np.shape(now)):
+            past = deque()  # another camera: earlier frames do not fit
+        # A copy: the message that an array is a view of may go.
+        return deque([*past, now.copy() if isinstance(now, np.ndarray) else now], maxlen=length)
 
 
 def _places(fields: Fields, modality: str, key: str) -> list[tuple[Fields, str]]:
@@ -145,16 +165,16 @@ def _places(fields: Fields, modality: str, key: str) -> list[tuple[Fields, str]]
     return flat + nested
 
 
-def pack(value: Any) -> bytes:
-    """A message for OpenPI clients and for the server."""
-    packed: bytes = msgpack.packb(value, default=_array)
+def pack(value: Any, write: Callable[[np.ndarray], Any] = write_openpi) -> bytes:
+    """A message for OpenPI clients and for the server, or with arrays in another form."""
+
+    def array(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return write(value)
+        raise TypeError(type(value).__name__)
+
+    packed: bytes = msgpack.packb(value, default=array)
     return packed
-
-
-def _array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return write_openpi(value)
-    raise TypeError(type(value).__name__)
 
 
 def deadline_of(fields: Mapping[str, Any]) -> float | None:
@@ -194,6 +214,6 @@ def in_words(problem: Problem) -> str:
     return f"{problem.status} {problem.title}: {problem.detail}{where}"
 
 
-def for_openpi(actions: dict[str, np.ndarray], order: list[str]) -> dict[str, Any]:
-    """The actions under their own keys, and all of them side by side as `actions`, in modality order."""
-    return {**actions, "actions": np.concatenate([actions[key] for key in order], axis=-1)}
+def for_openpi(actions: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The actions under their own keys, and all of them side by side as `actions`, in their (modality) order."""
+    return {**actions, "actions": np.concatenate(list(actions.values()), axis=-1)}

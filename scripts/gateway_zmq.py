@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import msgpack
-import numpy as np
 import zmq
 import zmq.asyncio
 
 from handler.problem import Problem
 from handler.wire import MSGPACK, Part, Request, decode, write_gr00t
-from scripts.gateway_translate import in_words
+from scripts.gateway_translate import in_words, pack
 
 if TYPE_CHECKING:
     from scripts.gateway import Gateway, Robot
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gateway")
 
 PER_CLIENT = 4  # messages of a client that wait for their answer
+TEXT = {*range(0xA0, 0xC0), 0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB}  # first bytes of msgpack's texts and byte strings
+FRAMES = 3  # of a message at most: the client's address, an empty one, and what it says
 
 
 @contextlib.asynccontextmanager
@@ -36,11 +38,12 @@ async def serve_zmq(gateway: Gateway) -> AsyncIterator[None]:
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.MAXMSGSIZE, s["max_message_mb"] << 20)
+    socket.setsockopt(zmq.RCVHWM, PER_CLIENT)  # messages of a client that ZeroMQ keeps before they are read
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
     socket.bind(f"tcp://{s['zmq_host']}:{s['zmq_port']}")
     answers: set[asyncio.Task[None]] = set()
-    listener = asyncio.create_task(_listen(gateway, socket, answers))
+    listener = asyncio.create_task(Clients(gateway, socket, answers).listen())
     try:
         yield
     finally:
@@ -51,59 +54,101 @@ async def serve_zmq(gateway: Gateway) -> AsyncIterator[None]:
         context.term()
 
 
-async def _listen(gateway: Gateway, socket: zmq.asyncio.Socket, answers: set[asyncio.Task[None]]) -> None:
-    while True:
-        frames = await socket.recv_multipart()
-        # A REQ socket puts an empty frame between its address and its message; a DEALER may leave it out.
-        envelope, message = frames[:-1], frames[-1]
-        answer = asyncio.create_task(_answer(gateway, socket, envelope, message))
-        answers.add(answer)
-        answer.add_done_callback(answers.discard)
+class Clients:
+    """Who speaks to the socket: {address and key: robot}; ZeroMQ does not say when one leaves."""
 
+    def __init__(self, gateway: Gateway, socket: zmq.asyncio.Socket, answers: set[asyncio.Task[None]]) -> None:
+        self.gateway, self.socket, self.answers = gateway, socket, answers
+        self.robots: dict[tuple[bytes, str], Robot] = {}
 
-async def _answer(gateway: Gateway, socket: zmq.asyncio.Socket, envelope: list[bytes], message: bytes) -> None:
-    try:
-        reply = await _reply(gateway, envelope[0], message)
-    except Problem as problem:
-        reply = {"error": in_words(problem)}
-    except Exception:  # a defect of ours: the client still gets its answer, and others are none the wiser
-        logger.exception("a message could not be answered")
-        reply = {"error": "500 Internal Server Error: the gateway's log says more"}
-    with contextlib.suppress(zmq.ZMQError):  # it has left
-        await socket.send_multipart([*envelope, msgpack.packb(reply, default=_array)])
+    async def listen(self) -> None:
+        """Takes messages for ever, each answered in a task of its own."""
+        while True:
+            try:
+                frames = await self.socket.recv_multipart()
+                await asyncio.sleep(0)  # while messages wait, receiving them never does
+                while len(self.answers) >= self.gateway.settings["max_connections"]:
+                    await asyncio.wait(self.answers, return_when=asyncio.FIRST_COMPLETED)
+                if len(frames) > FRAMES:
+                    continue
+                # A REQ socket puts an empty frame between its address and its message; a DEALER may leave it out.
+                answer = asyncio.create_task(self.answer(frames[:-1], frames[-1]))
+                self.answers.add(answer)
+                answer.add_done_callback(self.answers.discard)
+            except Exception:  # of whatever kind: the next message is another one
+                logger.exception("a message could not be taken")
+                await asyncio.sleep(0.1)
 
+    async def answer(self, envelope: list[bytes], message: bytes) -> None:
+        """Answers one message."""
+        try:
+            reply = await self.reply(envelope[0], message)
+        except Problem as problem:
+            reply = {"error": in_words(problem)}
+        except Exception:  # a defect of ours: the client still gets its answer, and others are none the wiser
+            logger.exception("a message could not be answered")
+            reply = {"error": "500 Internal Server Error: the gateway's log says more"}
+        with contextlib.suppress(zmq.ZMQError):  # it has left
+            await self.socket.send_multipart([*envelope, pack(reply, write_gr00t)])
 
-async def _reply(gateway: Gateway, address: bytes, message: bytes) -> Any:
-    request, _ = decode(Request({"Content-Type": MSGPACK}, [Part("body", "", message)]))
-    token = request.get("api_token")
-    name = gateway.who(token if isinstance(token, str) else None)
-    if name is None:
-        return {"error": "Unauthorized: Invalid API token"}
-    endpoint, data = request.get("endpoint", "get_action"), request.get("data")
-    data = {} if data is None else data
-    if not isinstance(data, dict):
-        raise Problem(400, "data must be a mapping", "/data")
-    if endpoint == "ping":
-        return {"status": "ok", "message": "Server is running"}
-    if endpoint == "get_modality_config":
-        return modality_config(gateway)
-    if endpoint == "kill":
-        if not gateway.settings["allow_kill"]:
-            raise Problem(404, "kill is refused here; whoever runs the gateway can allow it (allow_kill)")
-        asyncio.get_running_loop().call_later(0.2, gateway.kill)
-        return {"status": "ok", "message": "The gateway ends; TorchServe goes on"}
-    robot = gateway.robot_at("gr00t", address, name)
-    if endpoint == "reset":
-        robot.episode.reset()
-        return {}
-    if endpoint != "get_action":
-        raise Problem(404, "endpoint must be get_action, reset, get_modality_config or ping", "/endpoint")
-    if gateway.closing:
-        raise Problem(503, "the gateway is being stopped; send this observation again when it is back")
-    if robot.busy >= PER_CLIENT:
-        raise Problem(503, f"{robot.busy} messages of this client wait for their answer; send one at a time")
-    with gateway.room(robot, len(message)):
+    async def reply(self, address: bytes, message: bytes) -> Any:
+        """What a message gets. Raises Problem."""
+        gateway = self.gateway
+        name = gateway.who(token_of(message))  # before any work for it
+        if name is None:
+            return {"error": "Unauthorized: Invalid API token"}
+        robot = self.robots.get((address, name))
+        if robot is None or robot.number not in gateway.robots:
+            self.robots = {at: other for at, other in self.robots.items() if other.number in gateway.robots}
+            robot = self.robots[address, name] = gateway.admit(name, "gr00t", leaves=False)
+        robot.last = time.monotonic()
+        if robot.busy >= PER_CLIENT:
+            raise Problem(503, f"{robot.busy} messages of this client wait for their answer; send one at a time")
+        with gateway.room(robot, len(message)), gateway.answering(robot):
+            request, _ = decode(Request({"Content-Type": MSGPACK}, [Part("body", "", message)]))
+            return await self.call(robot, request)
+
+    async def call(self, robot: Robot, request: dict[str, Any]) -> Any:
+        """The answer of an endpoint. Raises Problem."""
+        gateway = self.gateway
+        endpoint, data = request.get("endpoint", "get_action"), request.get("data")
+        data = {} if data is None else data
+        if not isinstance(data, dict):
+            raise Problem(400, "data must be a mapping", "/data")
+        if endpoint == "ping":
+            return {"status": "ok", "message": "Server is running"}
+        if endpoint == "get_modality_config":
+            return modality_config(gateway)
+        if endpoint == "kill":
+            if not gateway.settings["allow_kill"]:
+                raise Problem(404, "kill is refused here; whoever runs the gateway can allow it (allow_kill)")
+            asyncio.get_running_loop().call_later(0.2, gateway.kill)
+            return {"status": "ok", "message": "The gateway ends; TorchServe goes on"}
+        if endpoint == "reset":
+            robot.episode.reset()
+            return {}
+        if endpoint != "get_action":
+            raise Problem(404, "endpoint must be get_action, reset, get_modality_config or ping", "/endpoint")
+        if gateway.closing:
+            raise Problem(503, "the gateway is being stopped; send this observation again when it is back")
         return await _get_action(gateway, robot, data)
+
+
+def token_of(message: bytes) -> str | None:
+    """The api_token of a message, which is not decoded for it; None without one, or when it is no such message."""
+    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(message)))
+    unpacker.feed(message)
+    try:
+        for _ in range(min(unpacker.read_map_header(), 8)):
+            if message[unpacker.tell()] not in TEXT:
+                return None
+            if unpacker.unpack() in ("api_token", b"api_token"):
+                token = unpacker.unpack() if message[unpacker.tell()] in TEXT else None
+                return token if isinstance(token, str) else None
+            unpacker.skip()
+    except (msgpack.UnpackException, ValueError, IndexError):  # cut short, no mapping, no UTF-8
+        return None
+    return None
 
 
 async def _get_action(gateway: Gateway, robot: Robot, data: dict[str, Any]) -> list[Any]:
@@ -127,9 +172,3 @@ def modality_config(gateway: Gateway) -> dict[str, Any]:
     deltas = {**contract["delta_indices"], "language": [0]}
     configs = {name: {"delta_indices": deltas[name], "modality_keys": keys[name]} for name in keys}
     return {name: {"__ModalityConfig_class__": True, "as_json": config} for name, config in configs.items()}
-
-
-def _array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return write_gr00t(value)
-    raise TypeError(type(value).__name__)

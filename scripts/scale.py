@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -55,13 +57,11 @@ class Management:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-    def call(self, method: str, path: str, headers: dict[str, str] | None = None, **params: Any) -> Any:
+    def call(self, method: str, path: str, **params: Any) -> Any:
         """The decoded reply. Raises ManageError, with TorchServe's own words for a refusal."""
         try:
             with local_session() as session:
-                reply = session.request(
-                    method, self.url + path, params=params, headers={**self._headers, **(headers or {})}, timeout=90
-                )
+                reply = session.request(method, self.url + path, params=params, headers=self._headers, timeout=90)
         except requests.ConnectionError:
             raise ManageError(f"nothing answers at {self.url}; start it with ./scripts/serve, or see --url") from None
         except requests.RequestException as error:
@@ -161,24 +161,38 @@ def wait_until_ready(
 def retire(api: Management, model: str, version: str, pids: list[int], deadline: float, show: Progress) -> None:
     """Returns when each of these workers holds a job of ours and nothing else, for some seconds.
 
-    The job is a describe request, which always comes to a worker alone; the handler of the process that it names keeps
-    it. Another worker answers at once, and it is sent again. Raises ManageError at `deadline` (of time.monotonic).
+    The job is a describe request, which always comes to a worker alone; the handler of a process that has got SIGUSR1
+    keeps it. Another worker answers at once, and it is sent again. Raises ManageError at `deadline` (of
+    time.monotonic), and when a worker is no process of this machine and user.
     """
 
-    def ask(pid: int) -> None:
+    def ask() -> None:
         with contextlib.suppress(ManageError):  # the worker that takes the job may be ended with it
-            api.call("GET", f"/models/{model}/{version}", {"X-Retire-Pid": str(pid)}, customized="true")
+            api.call("GET", f"/models/{model}/{version}", customized="true")
 
     jobs: dict[int, threading.Thread] = {}
+    told = {pid: 0.0 for pid in pids}
     while busy := [pid for pid in pids if _process_name(pid) != RETIRING]:
         for pid in busy:
+            if time.monotonic() - told[pid] > 1:
+                _notify(pid)
+                told[pid] = time.monotonic()
             if pid not in jobs or not jobs[pid].is_alive():
-                jobs[pid] = threading.Thread(target=ask, args=[pid], daemon=True)
+                jobs[pid] = threading.Thread(target=ask, daemon=True)
                 jobs[pid].start()
         if time.monotonic() > deadline:
             raise ManageError(f"worker {busy[0]} was never free within the time (--limit)")
         show(f"worker {busy[0]} finishes its wave")
         time.sleep(0.02)
+
+
+def _notify(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return  # it ended by itself
+    except PermissionError:
+        raise ManageError(f"worker {pid} is another user's process; run this as the server's user") from None
 
 
 def _process_name(pid: int) -> str:

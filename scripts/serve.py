@@ -119,8 +119,8 @@ class Server:
         self._on_line = on_line or (lambda line: None)
         self._process: subprocess.Popen[str] | None = None
         self._last_lines: deque[str] = deque(maxlen=15)
-        self._failure = StartFailure(self.config["startupTimeout"])
-        self._news = threading.Event()  # set when the output says how the start went
+        self._failure: StartFailure
+        self._news: threading.Event  # set when the output says how the start went
 
     def __enter__(self) -> Server:
         return self.start()
@@ -149,8 +149,7 @@ class Server:
         for file in (self.key_file, self.run_dir / DRAINING):  # of an earlier run
             file.unlink(missing_ok=True)
         self.log_path.unlink(missing_ok=True)
-        self._failure = StartFailure(self.config["startupTimeout"])  # of a worker's end in an earlier run, too
-        self._news.clear()
+        self._failure, self._news = StartFailure(self.config["startupTimeout"]), threading.Event()
         settings = self.run_dir / "config.properties"
         settings.write_text(self._settings(), encoding="ascii")
 

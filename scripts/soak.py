@@ -51,6 +51,7 @@ class Tally:
     lost: list[str] = field(default_factory=list)
     late: int = 0
     latencies: list[float] = field(default_factory=list)  # s, of good requests outside of an aftermath
+    hostile: dict[str, list[float]] = field(default_factory=dict)  # s, likewise, by kind
     last_kill: float = float("-inf")
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -101,8 +102,8 @@ def robot(server: Server, good: list[tuple[Body, Actions]], small: dict[str, Any
                     calm = sent - tally.last_kill > AFTERMATH
                     if right:
                         tally.right["hostile" if kind else "good"] += 1
-                        if kind is None and calm:
-                            tally.latencies.append(now - sent)
+                        if calm:
+                            (tally.hostile.setdefault(kind.name, []) if kind else tally.latencies).append(now - sent)
                             tally.late += now - sent > args.late
                         break
                     if reply.status_code in (500, 507) and "Worker died." in reply.text and not calm:
@@ -173,7 +174,7 @@ def run(server: Server, policy: Gr00tPolicy, args: argparse.Namespace) -> dict[s
             thread.join()
     print(file=sys.stderr)
     half = len(memory) // 2
-    latencies = sorted(tally.latencies) or [0.0]
+    slowest = sorted(tally.hostile.items(), key=lambda item: -statistics.median(item[1]))[:5]
     return {
         "command": command("soak"),
         "machine": machine(),
@@ -185,9 +186,9 @@ def run(server: Server, policy: Gr00tPolicy, args: argparse.Namespace) -> dict[s
         "late": tally.late,
         "late_means_s": args.late,
         "answered_that_the_worker_died": dict(tally.died),
-        "p50_ms": round(statistics.median(latencies) * 1e3, 1),
-        "p99_ms": round(latencies[int(0.99 * (len(latencies) - 1))] * 1e3, 1),
-        "worst_ms": round(latencies[-1] * 1e3, 1),
+        "good_ms": percentiles(tally.latencies),
+        "hostile_ms": percentiles([seconds for kind in tally.hostile.values() for seconds in kind]),
+        "slowest_hostile_kinds_ms": {name: percentiles(seconds) for name, seconds in slowest},
         "worker_kills": len(recoveries),
         "ready_again_after_s": {
             "median": round(statistics.median(recoveries), 1) if recoveries else None,
@@ -199,6 +200,14 @@ def run(server: Server, policy: Gr00tPolicy, args: argparse.Namespace) -> dict[s
         ],
         "examples": {"wrong": tally.wrong[:EXAMPLES], "lost": tally.lost[:EXAMPLES]},
     }
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """In milliseconds."""
+    if not seconds:
+        return {}
+    return {name: round(float(np.percentile(seconds, q)) * 1e3, 1) for name, q in (("p50", 50), ("p99", 99),
+                                                                                    ("worst", 100))}  # fmt: skip
 
 
 def progress(elapsed: float, total: float, tally: Tally, kills: int) -> None:
@@ -217,7 +226,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--poison", type=float, default=0.2, help="share of hostile requests")
     parser.add_argument("--kill-every", type=float, default=60, metavar="S", help="kill the worker so often; 0: never")
-    parser.add_argument("--late", type=float, default=2, metavar="S", help="a good reply that takes longer is late")
+    parser.add_argument("--late", type=float, default=2, metavar="S", help="a reply that takes longer is late")
     parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gr00t-soak-") as temp:

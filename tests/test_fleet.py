@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import shutil
 import threading
 import time
@@ -142,13 +143,28 @@ def test_the_table_of_workers() -> None:
      "/v1/models/gr00t:predict", "/v2/models/gr00t/infer"],
 )  # fmt: skip
 def test_a_robot_cannot_retire_a_worker(server: Server, method: str, path: str) -> None:
-    """With the inference key and the very headers of ./scripts/scale, and no body."""
+    """With the inference key, the header of a describe job, and no body."""
     (pid,) = server.worker_pids()
-    headers = {"Authorization": f"Bearer {server.inference_key}", "describe": "True", "X-Retire-Pid": str(pid)}
+    headers = {"Authorization": f"Bearer {server.inference_key}", "describe": "True"}
     with local_session() as session, contextlib.suppress(requests.Timeout):
         reply = session.request(method, server.inference_url + path, headers=headers, timeout=5)
         assert "embodiments" not in reply.text
     assert psutil.Process(pid).name() != scale.RETIRING
+
+
+def test_what_looks_like_a_describe_job_retires_nobody(server: Server) -> None:
+    """A form without parts that calls itself text comes to the worker as a describe job; only a signal retires it."""
+    (pid,) = server.worker_pids()
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports[0], timeout=30)
+    connection.putrequest("POST", "/predictions/gr00t")
+    for name, value in (("Content-Type", "application/x-www-form-urlencoded"), ("Content-Type", "text/plain"),
+                        ("Content-Length", "0"), ("describe", "True"),
+                        ("Authorization", f"Bearer {server.inference_key}")):  # fmt: skip
+        connection.putheader(name, value)
+    connection.endheaders()
+    reply = connection.getresponse()
+    assert reply.status == 200 and b"embodiments" in reply.read()  # the contract is no secret
+    assert psutil.Process(pid).name() != scale.RETIRING and server.worker_pids() == [pid]
 
 
 def test_scaling_up_and_down_fails_no_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -10,25 +11,29 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgpack
 import numpy as np
 import pytest
 import requests
 import zmq
+from aiohttp import web
+from prometheus_client import generate_latest
 
 from handler.policy import Actions, Gr00tPolicy
 from handler.problem import Problem
-from scripts.gateway import GatewayProcess, read_settings
+from scripts.gateway import Gateway, GatewayProcess, read_settings, serving
 from scripts.gateway_keys import Keys, new_key
 from scripts.gateway_translate import Episode, Translation, pack
 from scripts.gateway_upstream import Turnstile
+from scripts.gateway_zmq import token_of
 from scripts.package import ROOT, build
-from scripts.serve import Server, local_session
+from scripts.serve import Server, local_session, pick_ports
 from tests.client import arrived, as_msgpack, differences, gr00t, read, unpack_openpi
 from tests.conftest import DROID, LIBERO, observation
 
@@ -94,9 +99,11 @@ def test_keys_live_as_long_as_said_and_two_at_a_time(tmp_path: Path, monkeypatch
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 31 * 86400)
     assert keys.name_of(third) is None
+    monkeypatch.setattr(time, "time", lambda: now)
     path.write_text("{}")
     with pytest.raises(ValueError, match="key file cannot be read"):
-        keys.name_of(third)
+        Keys(path)
+    assert keys.name_of(third) == "fleet"  # whoever spoils the file locks nobody out
 
 
 def test_keys_that_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +144,9 @@ def test_keys_that_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("key_map: {a: [video.x]}", "state.KEY only"),
         ("key_map: {a: 3}", "must go to a key"),
         ("steps_per_request: 0", "must be 1 or more"),
+        ("max_pending_mb: 0.5", "must be like 1024"),
+        ("key_map: {a: state.x, b: [state.x, state.y]}", "state.x stands for more than one key"),
+        ("embodiment_tag: [1]", "must be a text"),
     ],
 )
 def test_settings_that_are_wrong(tmp_path: Path, text: str, reason: str) -> None:
@@ -153,8 +163,8 @@ def test_a_key_map_renames_and_cuts(policy: Gr00tPolicy) -> None:
     translation = Translation(contract, LIBERO, key_map, 1)
     width = sum(contract["embodiments"][LIBERO]["state"][s]["width"] for s in states)
     image = np.zeros((8, 8, 3), np.uint8)
-    fields = translation.fields({"observation/image": image, "observation/state": np.arange(width), "prompt": "go"},
-                                Episode())  # fmt: skip
+    sent = {"observation/image": image, "observation/state": np.arange(width), "prompt": "go"}
+    fields, _ = translation.fields(sent, Episode())
     assert fields["video.image"] is image and fields["prompt"] == "go"
     assert fields["options"] == {"embodiment_tag": LIBERO}
     assert np.concatenate([fields[f"state.{s}"] for s in states]).tolist() == list(range(width))
@@ -163,6 +173,8 @@ def test_a_key_map_renames_and_cuts(policy: Gr00tPolicy) -> None:
     assert caught.value.pointer == "/observation~1state"
     with pytest.raises(Problem, match="came something else"):
         translation.fields({"observation/state": "text"}, Episode())
+    with pytest.raises(Problem, match=r"video\.image is given twice"):
+        translation.fields({"video.image": image, "observation/image": image}, Episode())
     with pytest.raises(ValueError, match="the server has no 'x'"):
         Translation(contract, "x", {}, 1)
 
@@ -174,18 +186,201 @@ def test_earlier_frames_fill_the_horizon(policy: Gr00tPolicy) -> None:
     camera = contract["embodiments"][DROID]["video"]["keys"][0]
     translation, episode = Translation(contract, DROID, {}, 5), Episode()
     ago = -deltas[0] // 5
+
+    def ask(name: str, value: Any, answered: bool = True) -> Any:
+        fields, history = translation.fields({name: value}, episode)
+        if answered:
+            episode.history.update(history)
+        return fields[name]
+
     for step in range(8):
         frame = np.full((4, 4, 3), step, np.uint8)
-        got = translation.fields({f"video.{camera}": frame}, episode)[f"video.{camera}"]
-        assert got.shape == (2, 4, 4, 3) and got.dtype == np.uint8
+        refused = ask(f"video.{camera}", frame, answered=False)  # does not count
+        got = ask(f"video.{camera}", frame)
+        assert np.array_equal(refused, got) and got.shape == (2, 4, 4, 3) and got.dtype == np.uint8
         assert got[:, 0, 0, 0].tolist() == [max(0, step - ago), step]
     episode.reset()
-    got = translation.fields({"video": {camera: frame}}, episode)["video"][camera]
-    assert got[:, 0, 0, 0].tolist() == [7, 7]
+    assert ask("video", {camera: frame})[camera][:, 0, 0, 0].tolist() == [7, 7]
     whole = np.zeros((2, 4, 4, 3), np.uint8)  # who sends all steps is left alone
-    assert translation.fields({f"video.{camera}": whole}, episode)[f"video.{camera}"] is whole
+    assert ask(f"video.{camera}", whole) is whole
+    episode.reset()
+    for step in range(ago + 1):
+        files = ask(f"video.{camera}", b"JPEG %d" % step)
+    assert files == [b"JPEG 0", b"JPEG %d" % ago]
     with pytest.raises(Problem, match="which is too much"):
-        translation.fields({f"video.{camera}": np.zeros((4000, 4000, 3), np.uint8)}, episode)
+        ask(f"video.{camera}", np.zeros((4000, 4000, 3), np.uint8))
+
+
+def test_the_token_of_a_gr00t_message_is_found_without_decoding_it() -> None:
+    nested = b"\x91" * 300 + b"\xc0"
+    assert token_of(msgpack.packb({"endpoint": "ping", "data": {"a": [1, {"b": b"x" * 99}]}, "api_token": "t"})) == "t"
+    assert token_of(b"\x82\xa4data" + nested + b"\xa9api_token\xa1t") == "t"
+    for message in (b"", b"\xc1", b"\x90", b"\x81", b"\x81\x91\xc0\xc0", msgpack.packb({"api_token": 5}),
+                    msgpack.packb({"endpoint": "ping"}), b"\x81\xa9api_token\xa2\xff\xff",
+                    b"\xdf\xff\xff\xff\xff", msgpack.packb({"api_token": ["t"]})):  # fmt: skip
+        assert token_of(message) is None
+
+
+class FakeTorchServe:
+    """Answers as told: `replies` are taken in turn, the last for ever. `bodies` is what came."""
+
+    def __init__(self, contract: dict[str, Any], folder: Path, *replies: tuple[int, bytes]) -> None:
+        self.contract, self.replies = contract, list(replies)
+        self.bodies: list[bytes] = []
+        self.seconds = 0.0  # that a prediction takes
+        self.key_file = folder / "key_file.json"
+        self.key_file.write_text(json.dumps({kind: {"key": f"{kind} key"} for kind in ("inference", "management")}))
+
+    async def describe(self, _: web.Request) -> web.Response:
+        worker = {"id": "9000", "status": "READY", "startTime": self.contract["checkpoint"]}
+        return web.json_response([{"modelVersion": "1.0", "batchSize": 1, "workers": [worker],
+                                   "customizedMetadata": self.contract}])  # fmt: skip
+
+    async def predict(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.read())
+        await asyncio.sleep(self.seconds)
+        status, body = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        kind = "application/msgpack" if status == 200 else "application/json"
+        return web.Response(status=status, body=body, content_type=kind)
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, **settings: Any) -> AsyncIterator[Gateway]:
+        """A gateway before it, in this process."""
+        app = web.Application(client_max_size=1 << 30)
+        app.add_routes([web.get("/models/gr00t", self.describe), web.post("/predictions/gr00t", self.predict)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        ports = pick_ports(0)
+        await web.TCPSite(runner, "127.0.0.1", ports[0]).start()
+        own = {"inference_url": f"http://127.0.0.1:{ports[0]}", "management_url": f"http://127.0.0.1:{ports[0]}",
+               "key_file": str(self.key_file), "port": ports[1], "zmq_port": 0, "admin_port": 0}  # fmt: skip
+        try:
+            async with serving({**read_settings([]), **own, **settings}) as gateway:
+                yield gateway
+        finally:
+            await runner.cleanup()
+
+
+def good(contract: dict[str, Any], **info: Any) -> tuple[int, bytes]:
+    """An answer of zeros."""
+    actions = {key: np.zeros((a["horizon"], a["width"]), np.float32)
+               for key, a in contract["embodiments"][DROID]["action"].items()}  # fmt: skip
+    about = {"wave_requests": 1, "inference_ms": 1.0, "checkpoint": contract["checkpoint"], **info}
+    return 200, pack({"actions": actions, "info": about})
+
+
+DIED = (500, b'{"code": 500, "message": "Worker died."}')
+REFUSED = (422, b'{"message": "no"}')
+FULL = (503, b'{"code": 503, "message": "no worker"}')
+WRONG_KEY = (400, b'{"type": "InvalidKeyException", "message": "wrong"}')
+
+
+def test_what_is_sent_again_and_how_often(policy: Gr00tPolicy, tmp_path: Path) -> None:
+    contract = policy.describe()
+
+    async def asked(*replies: tuple[int, bytes], **settings: Any) -> tuple[str, int]:
+        """How one observation was answered, and how often TorchServe was asked."""
+        fake = FakeTorchServe(contract, tmp_path, *replies)
+        async with fake.gateway(embodiment_tag=DROID, **settings) as gateway:
+            with gateway.connection("a", "openpi") as robot:
+                try:
+                    await gateway.act(robot, {"prompt": "go"})
+                    return "200", len(fake.bodies)
+                except Problem as problem:
+                    return f"{problem.status} {problem.detail}", len(fake.bodies)
+
+    assert asyncio.run(asked(DIED, DIED, good(contract))) == ("200", 3)
+    assert asyncio.run(asked(DIED)) == ("500 Worker died.", 3)  # an observation that kills workers
+    assert asyncio.run(asked(REFUSED)) == ("422 no", 1)
+    assert asyncio.run(asked(WRONG_KEY, WRONG_KEY, good(contract))) == ("200", 3)  # while TorchServe renews it
+    words, times = asyncio.run(asked(FULL, patience_s=1))
+    assert words == "503 no worker answered within 1 s; the server may be starting again" and times > 2
+
+
+def test_a_forward_that_began_in_time_may_end_after_the_deadline(policy: Gr00tPolicy, tmp_path: Path) -> None:
+    contract = policy.describe()
+
+    async def main() -> None:
+        fake = FakeTorchServe(contract, tmp_path, good(contract))
+        fake.seconds = 1.0
+        async with fake.gateway(embodiment_tag=DROID) as gateway:
+            with gateway.connection("a", "openpi") as robot:
+                soon = {"prompt": "go", "options": {"deadline_ms": (time.time() + 0.5) * 1e3}}
+                await gateway.act(robot, soon)
+                gateway.upstream.turnstile.width = 0
+                soon = {"prompt": "go", "options": {"deadline_ms": (time.time() + 0.5) * 1e3}}
+                with pytest.raises(Problem, match="nothing was computed"):
+                    await gateway.act(robot, soon)
+        assert len(fake.bodies) == 1
+
+    asyncio.run(main())
+
+
+def test_another_checkpoint_is_noticed(policy: Gr00tPolicy, tmp_path: Path) -> None:
+    contract = policy.describe()
+
+    async def main() -> None:
+        fake = FakeTorchServe(contract, tmp_path, good(contract), good(contract, checkpoint="another"))
+        async with fake.gateway(embodiment_tag=DROID) as gateway:
+            with gateway.connection("a", "openpi") as robot:
+                await gateway.act(robot, {"prompt": "go"})
+                fake.contract = {**contract, "checkpoint": "another", "default_embodiment": LIBERO}
+                assert gateway.upstream.contract["checkpoint"] == contract["checkpoint"]
+                await gateway.act(robot, {"prompt": "go"})
+                assert gateway.upstream.contract["default_embodiment"] == LIBERO
+
+    asyncio.run(main())
+
+
+def test_nobody_gets_in_while_torchserve_s_keys_are_gone(policy: Gr00tPolicy, tmp_path: Path) -> None:
+    contract = policy.describe()
+
+    async def main() -> None:
+        fake = FakeTorchServe(contract, tmp_path, good(contract))
+        async with fake.gateway() as gateway:
+            assert gateway.who("inference key") == "torchserve" and gateway.who("management key") is None
+            fake.key_file.write_text("")
+            assert gateway.who(None) is None and gateway.who("") is None and gateway.who("x") is None
+            fake.key_file.unlink()
+            assert gateway.who(None) is None and gateway.who("") is None and gateway.who("x") is None
+        async with fake.gateway() as gateway:  # TorchServe without authorization has no such file from the start
+            assert gateway.who(None) == "anyone"
+
+    asyncio.run(main())
+
+
+def test_http_limits_and_connections_that_come_and_go(policy: Gr00tPolicy, tmp_path: Path) -> None:
+    contract = policy.describe()
+
+    async def main() -> None:
+        fake = FakeTorchServe(contract, tmp_path, good(contract))
+        async with fake.gateway(max_connections=2, max_message_mb=1, patience_s=1) as gateway:
+            url = f"http://127.0.0.1:{gateway.settings['port']}/predictions/gr00t"
+
+            async def post(body: bytes, **headers: str) -> tuple[int, str, str | None]:
+                headers = {"Authorization": "Bearer inference key", **headers}
+                async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as reply:
+                    return reply.status, await reply.text("latin-1"), reply.headers.get("Retry-After")
+
+            for _ in range(5):  # each from a connection of its own
+                assert (await post(b"x"))[0] == 200
+            assert not gateway.robots
+            status, text, _ = await post(b"x" * (1 << 20) + b"x")
+            assert status == 413 and "1048576" in text
+            status, text, _ = await post(b"x", **{"Content-Encoding": "gzip"})
+            assert status == 415 and "without compression" in text
+            status, text, _ = await post(b"x", **{"X-Request-Timeout-Ms": "soon"})
+            assert status == 400 and "whole milliseconds" in text
+            fake.replies = [FULL]
+            status, text, wait = await post(b"x")
+            assert (status, wait) == (503, "5") and "no worker answered" in text
+            count = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+                     for line in generate_latest(gateway.stats.registry).decode().splitlines()
+                     if line.startswith("gateway_requests_total")}  # fmt: skip
+            assert count == {f'gateway_requests_total{{protocol="http",status="{status}"}}': n
+                             for status, n in ((200, 5), (413, 1), (415, 1), (400, 1), (503, 1))}  # fmt: skip
+
+    asyncio.run(main())
 
 
 # ------------------------------------------------------------------------------------------------------------- for real
@@ -364,7 +559,8 @@ def test_a_worker_that_is_killed_is_survived_by_all(robots: Robots, server: Shor
         robots.start([as_openpi(f)], seconds=12)
     before = arrived(server)
     deadline = time.monotonic() + 60
-    while arrived(server) < before + 6 and time.monotonic() < deadline:  # they are under way
+    while arrived(server) < before + 6:  # they are under way
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     pids = server.worker_pids()
     os.kill(pids[0], signal.SIGKILL)
@@ -571,5 +767,5 @@ def test_the_status_page_in_a_browser(gateway: RunningGateway, exact: Gr00tPolic
     assert f'<b id="workers_ready">{status["workers_ready"]}</b>' in page and status["workers_ready"] == 1
     for failure, count in status["failures"].items():
         assert f"<td>{failure}</td><td class=\"n\">{count}</td>" in page
-    assert "&lt;img src=x" in page and "<img" not in page and "pwned'</title>" not in page
+    assert "&lt;img src=x" in page and "<img" not in page and "<title>GR00T fleet</title>" in page
     assert f'checkpoint {status["checkpoint"]}' in page

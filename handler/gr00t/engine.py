@@ -649,17 +649,24 @@ class Engine:
         self.resize([row.frames for row in rows], [row.sizes for row in rows], [row.prepared for row in rows], frames)
 
     def _graph(self, run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """`run` captured, and what it returned, whose memory every replay fills anew."""
+        """`run` captured, and what it returned, whose memory every replay fills anew.
+
+        cuBLAS takes its workspace anew within each capture, from the graph's pool, where it stays: PyTorch keeps one
+        for a stream, which graphs that run side by side must not share, and which it frees with any of its graphs.
+        """
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # once outside the graph: Triton compiles, cuBLAS takes its workspace
+        with torch.cuda.stream(self._stream):  # once outside the graph: Triton compiles
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize(self.fused.device)
+        torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         # Of this thread alone: others may upload frames meanwhile.
         capture = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
         with torch.inference_mode(), capture:
             result = run()
+        torch._C._cuda_clearCublasWorkspaces()
         return graph, result
 
     def _capture(self, key: Key) -> None:
