@@ -394,7 +394,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
         for key, value, words in (
             ("edge", np.zeros(3), "its 'edge' is an array of float64 with shape [3]"),
             ("target", [256, np.zeros(3)], "its 'target' is a list"),
-            ("edge", "256", "its 'edge' is text"),
+            ("edge", "256", "its 'edge' is a text"),
             ("", b"", "its '' is bytes"),
         )
     ],
