@@ -5,13 +5,15 @@ TorchServe has no switch that keeps new work out, and shows what waits but not w
 1. `/ready` is 503, and a file tells the gateway, which then keeps its robots' requests to itself. A pause lets
    balancers see it.
 2. The inference key is renewed, and nobody gets the new one. From then on TorchServe refuses what arrives
-   (400 InvalidKeyException), and what is in its queue stays there. Without authorization this step is missing.
+   (400 InvalidKeyException), and what is in its queue stays there. Not without authorization, and not where others
+   reach the server: a balancer sends elsewhere what is reset in the last moment, but not a 400.
 3. Each worker is given a job that it keeps (`scripts.scale.retire`). The queue is first come, first served, so a worker
    that holds it has answered all that came before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 
@@ -19,7 +21,7 @@ import requests
 
 from scripts.ready import ReadyServer
 from scripts.scale import ManageError, Management, Progress, retire
-from scripts.serve import DRAINING, Server, local_session
+from scripts.serve import DRAINING, LOOPBACK, Server, local_session
 
 TOLD_SECONDS = 1.0  # for the gateway, which looks every 0.2 s (gateway_upstream.TOLD)
 BALANCER_SECONDS = 5.0  # for whoever asks /ready: twice in a row at 2 s, as config/kubernetes does
@@ -34,14 +36,16 @@ def drain(server: Server, ready: ReadyServer | None, seconds: float) -> str:
     deadline = time.monotonic() + seconds
     if ready is not None:
         ready.stopping = True
-    (server.run_dir / DRAINING).touch()
+    with contextlib.suppress(OSError):  # a full disk: the gateway then learns by a refusal, and robots by a reset
+        (server.run_dir / DRAINING).touch()
     time.sleep(min(TOLD_SECONDS if ready is None else BALANCER_SECONDS, seconds / 4))
-    why = "TorchServe has ended"
+    why, show = "TorchServe has ended", Progress("serve")
     while server.running():
         try:
-            if server.auth and server.key_file.exists():
+            if server.auth and server.host == LOOPBACK and server.key_file.exists():
                 keep_out(server)
-            retire_all(server, deadline)
+            retire_all(server, deadline, show)
+            show.end()
             time.sleep(LEAVE_SECONDS)
             return "all is answered"
         except ManageError as error:  # also where a worker died meanwhile: another comes
@@ -50,6 +54,7 @@ def drain(server: Server, ready: ReadyServer | None, seconds: float) -> str:
             why = f"not all was answered within {seconds:g} s (--drain-seconds); what is left is cut off"
             break
         time.sleep(0.2)
+    show.end()
     return why
 
 
@@ -66,7 +71,7 @@ def keep_out(server: Server) -> None:
     server.key_file.unlink(missing_ok=True)
 
 
-def retire_all(server: Server, deadline: float) -> None:
+def retire_all(server: Server, deadline: float, show: Progress) -> None:
     """Returns when every worker of every model holds a job of ours. Raises ManageError; at `deadline`, too."""
     api = Management(server.management_url, server.management_key)
     for name in {model["modelName"] for model in api.call("GET", "/models", limit=1000)["models"]}:
@@ -75,4 +80,4 @@ def retire_all(server: Server, deadline: float) -> None:
             waiting = version["jobQueueStatus"]["pendingRequests"]
             if waiting and not pids:
                 raise ManageError(f"no worker is READY, and {waiting} wait")
-            retire(api, name, version["modelVersion"], pids, deadline, Progress("serve"))
+            retire(api, name, version["modelVersion"], pids, deadline, show)

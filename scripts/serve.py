@@ -195,6 +195,7 @@ class Server:
             process.wait()
         shutil.rmtree(self._temp, ignore_errors=True)
         self._reader.join(5)
+        (self.run_dir / DRAINING).unlink(missing_ok=True)
         self._lock.close()
 
     def wait(self) -> None:
