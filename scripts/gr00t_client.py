@@ -30,7 +30,7 @@ import requests
 import urllib3
 from numpy.typing import NDArray
 
-WAIT = 0.1  # seconds before the first repetition, where the server says none; each further one waits twice as long
+WAIT = 0.1  # seconds before the first repetition, on top of Retry-After; each further one waits twice as long
 MAX_REPLY = 64 * 2**20  # bytes that are taken of an answer; the server's max_response_size
 
 
@@ -334,19 +334,19 @@ def _array(value: dict[bytes, Any]) -> NDArray[np.float32]:
     return np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"]).copy()
 
 
-def _content(reply: requests.Response, end: float) -> bytes:
+def _content(reply: requests.Response, end: float) -> bytearray:
     """The body of an answer, which is cut off at `end`: the timeout of requests is for each read alone.
 
     Raises Gr00tError beyond MAX_REPLY, else what requests raises.
     """
     if reply.raw.closed:  # no body
-        return b""
+        return bytearray()
 
     def cut() -> None:
         with suppress(OSError):  # the other side was faster
             line.shutdown(socket.SHUT_RDWR)
 
-    content = b""
+    content = bytearray()
     with socket.socket(fileno=os.dup(reply.raw.fileno())) as line:
         timer = threading.Timer(max(end - time.monotonic(), 0), cut)
         timer.start()
@@ -360,7 +360,7 @@ def _content(reply: requests.Response, end: float) -> bytes:
     return content
 
 
-def _error(reply: requests.Response, content: bytes) -> Gr00tError:
+def _error(reply: requests.Response, content: bytearray) -> Gr00tError:
     """An answer that is no action: the handler's problem (RFC 9457), or what TorchServe or nginx says by itself."""
     try:
         document = json.loads(content)
