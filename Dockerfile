@@ -5,7 +5,9 @@
 # The keys are then in /app/.run/key_file.json, in the volume gr00t-run. Management is on the container's loopback only.
 FROM python:3.12-slim
 
-RUN apt-get update && apt-get install -y --no-install-recommends nginx-light && rm -rf /var/lib/apt/lists/* && nginx -t
+# gcc and libc6-dev: on a GPU, Triton compiles what launches its kernels.
+RUN apt-get update && apt-get install -y --no-install-recommends nginx-light gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* && nginx -t
 
 WORKDIR /app
 COPY requirements.txt .
@@ -16,6 +18,7 @@ ENV GR00T_PYTHON=/usr/local/bin/python
 COPY config.properties ./
 COPY config config
 COPY handler handler
+# Without tests/, so ./scripts/test, soak and bench_faults run in a checkout only.
 COPY scripts scripts
 
 # .run holds the model store, the keys and the logs.

@@ -284,13 +284,14 @@ def _prepared_with(options: Mapping[str, Any]) -> dict[str, Any] | None:
     value = options.get("prepared_with")
     if value is None:
         return None
-    # Numbers and lists of numbers alone: arrays would not compare.
-    if not isinstance(value, Mapping) or not all(
-        isinstance(item, (int, float)) or (isinstance(item, list) and set(map(type, item)) <= {int})
-        for item in value.values()
-    ):
-        raise Problem(422, "options.prepared_with must be a mapping of numbers and lists of numbers, the contract's "
-                      f"image_recipe; got {_kind(value)}", pointer("options", "prepared_with"))  # fmt: skip
+    where = ("options", "prepared_with")
+    expected = "must be a mapping of numbers and lists of whole numbers, the contract's image_recipe"
+    if not isinstance(value, Mapping):
+        raise Problem(422, f"options.prepared_with {expected}; got {_kind(value)}", pointer(*where))
+    for key, item in value.items():  # arrays would not compare
+        if not isinstance(item, (int, float)) and not (isinstance(item, list) and set(map(type, item)) <= {int}):
+            raise Problem(422, f"options.prepared_with {expected}; its {_show(key)} is {_kind(item)}",
+                          pointer(*where, key))  # fmt: skip
     return dict(value)
 
 

@@ -36,6 +36,7 @@ from handler.images import decode_image
 from handler.observation import Limits
 from handler.policy import DTYPES, ENGINES, Gr00tPolicy
 from handler.problem import Problem
+from handler.wire import write_openpi
 from scripts.bench_client import actions_of, connect
 from scripts.bench_engine import batch_of, free
 from scripts.check_golden import GOLDEN, compare
@@ -64,7 +65,7 @@ class BenchError(RuntimeError):
 def pack(value: Any) -> Any:
     """Arrays in the OpenPI msgpack form."""
     if isinstance(value, np.ndarray):
-        return {"__ndarray__": True, "data": value.tobytes(), "dtype": value.dtype.str, "shape": list(value.shape)}
+        return write_openpi(value)
     return {key: pack(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 

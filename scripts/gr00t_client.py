@@ -11,8 +11,11 @@ answer is the one that was lost. JPEG frames and the client's own resize need Op
 from __future__ import annotations
 
 import json
+import os
 import random
 import secrets
+import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,9 +27,11 @@ from typing import Any
 import msgpack
 import numpy as np
 import requests
+import urllib3
 from numpy.typing import NDArray
 
-WAIT = 0.1  # seconds before the first repetition, where the server says none; each further one waits twice as long
+WAIT = 0.1  # seconds before the first repetition, on top of Retry-After; each further one waits twice as long
+MAX_REPLY = 64 * 2**20  # bytes that are taken of an answer; the server's max_response_size
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class BadObservation(Gr00tError):
 
 
 class Unauthorized(Gr00tError):
-    """The key is wrong, expired or missing (TorchServe answers 400)."""
+    """The key is wrong, expired or missing: 400 of TorchServe, 401 of the gateway and nginx."""
 
 
 class Late(Gr00tError):
@@ -73,7 +78,9 @@ class Late(Gr00tError):
 
 
 class Unavailable(Gr00tError):
-    """No connection, a full queue, a worker that died or starts again: 503, 500 or 507, or None."""
+    """No connection, a full queue, a worker that died or starts again, nginx with no server or over its limits:
+    503, 500 or 507, 502, 429, or None.
+    """
 
 
 class Gr00tClient:
@@ -87,7 +94,8 @@ class Gr00tClient:
             server refuses the key, as after a restart. The client never renews a key: that would cut off all others.
         embodiment_tag: for every request that does not name its own; None leaves it to the server.
         model: its name in TorchServe.
-        timeout: seconds that a call may take, with all repetitions.
+        timeout: seconds that a call may take, with all repetitions. Only a server that sends its headers bit by bit
+            could hold it longer.
         retries: how often a request is sent again.
 
     `session` is the requests.Session; proxies and certificates are set there. Nothing is taken from the environment
@@ -187,14 +195,14 @@ class Gr00tClient:
         repeated, wait, key_was_read = 0, WAIT, False
         while True:
             try:
-                return self._post(body, end - time.monotonic())
+                return self._post(body, end)
             except Unauthorized:
                 if key_was_read or not self._read_another_key():
                     raise
                 key_was_read = True
             except Unavailable as error:
                 # Half to one and a half times: a fleet that was refused together must not come back together.
-                pause = wait * random.uniform(0.5, 1.5) if error.retry_after is None else error.retry_after
+                pause = (error.retry_after or 0) + wait * random.uniform(0.5, 1.5)
                 if repeated == self.retries or time.monotonic() + pause >= last:
                     raise
                 time.sleep(pause)
@@ -208,22 +216,30 @@ class Gr00tClient:
                 self.key = read_key(self.key_file)
         return self.key != refused
 
-    def _post(self, body: bytes, seconds: float) -> Reply:
-        """One request. Raises the Gr00tError that its answer, or its lack of one, means."""
+    def _post(self, body: bytes, end: float) -> Reply:
+        """One request, whose answer is whole by `end`. Raises the Gr00tError that it, or its lack, means."""
         headers = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
+        headers["Accept-Encoding"] = "identity"  # MAX_REPLY counts what was sent
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
+        late = Late(None, "Timeout", f"no answer from {self.url} within the time that was left")
+        left: Any = urllib3.Timeout(total=max(end - time.monotonic(), 1e-3))  # a number would count anew to connect
         try:
-            reply = self.session.post(
-                self.url, data=body, headers=headers, timeout=max(seconds, 1e-3), allow_redirects=False
-            )
+            with self.session.post(
+                self.url, data=body, headers=headers, timeout=left, allow_redirects=False, stream=True
+            ) as reply:
+                content = _content(reply, end)
         except requests.Timeout:
-            raise Late(None, "Timeout", f"no answer from {self.url} within the time that was left") from None
+            raise late from None
         except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:  # refused, reset, cut
+            if time.monotonic() >= end:
+                raise late from None
             raise Unavailable(None, "No connection", f"{self.url}: {error}") from None
+        if time.monotonic() >= end:
+            raise late
         if reply.status_code != 200:
-            raise _error(reply)
-        document = msgpack.unpackb(reply.content, strict_map_key=False)
+            raise _error(reply, content)
+        document = msgpack.unpackb(content, strict_map_key=False)
         return Reply({key: _array(value) for key, value in document["actions"].items()}, document["info"])
 
 
@@ -318,23 +334,50 @@ def _array(value: dict[bytes, Any]) -> NDArray[np.float32]:
     return np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"]).copy()
 
 
-def _error(reply: requests.Response) -> Gr00tError:
-    """An answer that is no action: the handler's problem (RFC 9457), or what TorchServe says by itself."""
+def _content(reply: requests.Response, end: float) -> bytearray:
+    """The body of an answer, which is cut off at `end`: the timeout of requests is for each read alone.
+
+    Raises Gr00tError beyond MAX_REPLY, else what requests raises.
+    """
+    if reply.raw.closed:  # no body
+        return bytearray()
+
+    def cut() -> None:
+        with suppress(OSError):  # the other side was faster
+            line.shutdown(socket.SHUT_RDWR)
+
+    content = bytearray()
+    with socket.socket(fileno=os.dup(reply.raw.fileno())) as line:
+        timer = threading.Timer(max(end - time.monotonic(), 0), cut)
+        timer.start()
+        try:
+            for piece in reply.iter_content(2**16):
+                content += piece
+                if len(content) > MAX_REPLY:
+                    raise Gr00tError(reply.status_code, "Too large", f"an answer of more than {MAX_REPLY} bytes")
+        finally:
+            timer.cancel()
+    return content
+
+
+def _error(reply: requests.Response, content: bytearray) -> Gr00tError:
+    """An answer that is no action: the handler's problem (RFC 9457), or what TorchServe or nginx says by itself."""
     try:
-        document = reply.json()
+        document = json.loads(content)
     except ValueError:
         document = {}
     document = document if isinstance(document, dict) else {}
     status = reply.status_code
     title = str(document.get("title") or document.get("type") or reply.reason or "Error")
-    detail = str(document.get("detail") or document.get("message") or reply.text[:200] or "the answer says no more")
+    text = content[:200].decode("utf-8", "replace")
+    detail = str(document.get("detail") or document.get("message") or text or "the answer says no more")
     after = reply.headers.get("Retry-After", "")
     kind = Gr00tError
-    if title == "InvalidKeyException":
+    if status == 401 or title == "InvalidKeyException":
         kind = Unauthorized
     elif status == 504:
         kind = Late
-    elif status == 503 or (status in (500, 507) and detail.startswith("Worker died")):
+    elif status in (429, 502, 503) or (status in (500, 507) and detail.startswith("Worker died")):
         kind = Unavailable
     elif status in (400, 413, 415, 422):
         kind = BadObservation

@@ -71,12 +71,14 @@ class StartFailure:
 
     def read(self, line: str) -> str | None:
         """Takes one line; returns the reason if this line says so."""
-        error = re.search(r"MODEL_LOG - (\w+(?:\.\w+)*(?:Error|Exception): .*)", line)
-        if error and not re.search("RuntimeError: 50[07] - ", line):  # these two hide the error that came before
-            self._last_error = error[1]
+        # What a worker says counts from its first character only: further on may stand a client's own words.
+        said = re.match(r"\S+ \[\w+ *\] \S+ MODEL_LOG - (.*)", line)
         reason = None
-        if START_FAILED in line:
-            reason = line.split(START_FAILED, 1)[1].strip()
+        if said:
+            if said[1].startswith(START_FAILED):
+                reason = said[1].removeprefix(START_FAILED).strip()
+            elif re.match(r"\w+(\.\w+)*(Error|Exception): (?!50[07] - )", said[1]):  # these hide what came before
+                self._last_error = said[1]
         elif "Backend worker did not respond in given time" in line:
             reason = f"the worker did not load the model within startupTimeout ({self._startup_timeout} s)"
         elif "Failed to load model: " in line:  # Java could not use the archive

@@ -97,7 +97,8 @@ def remove(api: Management, model: str, version: str, limit: float, show: Progre
     while True:
         entry = api.describe(model, version)
         if entry["jobQueueStatus"]["pendingRequests"] == 0:
-            retire(api, model, version, [worker["pid"] for worker in entry["workers"]], deadline, show)
+            ready = [worker["pid"] for worker in entry["workers"] if worker["status"] == "READY"]  # others have no pid
+            retire(api, model, version, ready, deadline, show)
             if api.describe(model, version)["jobQueueStatus"]["pendingRequests"] == 0:
                 break
         if time.monotonic() > deadline:

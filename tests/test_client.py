@@ -243,12 +243,17 @@ def stopped(server: Server) -> Iterator[Callable[[], None]]:
 
 
 def test_a_deadline_that_passes_in_the_queue(
-    client: Gr00tClient, policy: Gr00tPolicy, stopped: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server: Server, client: Gr00tClient, policy: Gr00tPolicy, stopped: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     bodies = record(client, monkeypatch)
     with ThreadPoolExecutor(1) as pool:
+        before, until = arrived(server), time.monotonic() + 60
         late = pool.submit(client.get_action, observation(policy), deadline=0.5)
-        time.sleep(0.7)
+        while arrived(server) == before:
+            assert time.monotonic() < until and not late.done()
+            time.sleep(0.01)
+        time.sleep(0.6)  # the deadline counts from before the request arrived
         stopped()
         with pytest.raises(Late) as caught:
             late.result()
@@ -344,7 +349,10 @@ GOOD: Answer = (200, {}, b"\x82\xa7actions\x80\xa4info\x81\xa4seed\x01")
         ((413, {}, b""), BadObservation, False),
         ((415, {}, b"{}"), BadObservation, False),
         ((307, {"Location": "http://127.0.0.1:9/"}, b""), Gr00tError, False),
-        ((502, {}, b"<html>"), Gr00tError, False),
+        ((429, {}, b"<html>"), Unavailable, True),
+        ((502, {}, b"<html>"), Unavailable, True),
+        ((401, {}, b"<html>"), Unauthorized, False),
+        ((404, {}, b"<html>"), Gr00tError, False),
     ],
 )
 def test_what_is_sent_again(
@@ -365,6 +373,30 @@ def test_what_is_sent_again(
     assert caught.value.status == (first[0] or None) and caught.value.detail
 
 
+def test_a_401_reads_the_key_file_again(answers: tuple[str, list[Answer], list[float]], tmp_path: Path) -> None:
+    url, script, asked = answers
+    file = tmp_path / "key_file.json"
+    file.write_text(json.dumps({"inference": {"key": "old"}}))
+    script += [(401, {}, b"<html>"), GOOD]
+    with Gr00tClient(url, key_file=file) as client:
+        file.write_text(json.dumps({"inference": {"key": "new"}}))
+        assert client.get_action({"prompt": "x"}).info == {"seed": 1}
+        assert client.key == "new" and len(asked) == 2
+
+
+def test_a_pause_after_retry_after_is_random(
+    answers: tuple[str, list[Answer], list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, script, _ = answers
+    pauses: list[float] = []
+    monkeypatch.setattr(gr00t_client.time, "sleep", pauses.append)
+    monkeypatch.setattr(gr00t_client.random, "uniform", lambda low, high: high)
+    script += [(503, {"Retry-After": "2"}, b"{}")]
+    with Gr00tClient(url, retries=3) as client, pytest.raises(Unavailable):
+        client.get_action({"prompt": "x"})
+    assert pauses == pytest.approx([2.15, 2.3, 2.6])
+
+
 def test_retry_after_is_kept_within_the_time_that_is_left(answers: tuple[str, list[Answer], list[float]]) -> None:
     url, script, asked = answers
     script += [(503, {"Retry-After": "1"}, b"{}"), GOOD]
@@ -376,6 +408,56 @@ def test_retry_after_is_kept_within_the_time_that_is_left(answers: tuple[str, li
             with pytest.raises(Unavailable) as caught:
                 client.get_action({"prompt": "x"}, **bound)  # type: ignore[arg-type]
             assert caught.value.retry_after == 1 and len(asked) == 1
+
+
+@pytest.mark.parametrize("closing", [False, True], ids=["kept open", "closed"])
+def test_a_body_that_drips_is_cut_off_in_time(closing: bool) -> None:
+    """Each byte is in time for its read; the whole never would be. Then silence, which no further byte ends."""
+    stop = threading.Event()
+    dripped = 0
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            nonlocal dripped
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Connection" if closing else "Content-Length", "close" if closing else "1000000")
+            self.end_headers()
+            for _ in range(6):
+                self.wfile.write(b"x")
+                dripped += 1
+                if stop.wait(0.1):
+                    return
+            stop.wait(120)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with Gr00tClient(f"http://127.0.0.1:{server.server_port}") as client, pytest.raises(Late) as caught:
+                client.get_action({"prompt": "x"}, timeout=1.5)
+        finally:
+            stop.set()
+            server.shutdown()
+    assert caught.value.status is None and dripped == 6
+
+
+def test_an_answer_that_is_too_large(
+    answers: tuple[str, list[Answer], list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, script, asked = answers
+    script.append((200, {}, GOOD[2]))
+    monkeypatch.setattr(gr00t_client, "MAX_REPLY", len(GOOD[2]) - 1)
+    with Gr00tClient(url) as client, pytest.raises(Gr00tError, match="200 Too large") as caught:
+        client.get_action({"prompt": "x"})
+    assert type(caught.value) is Gr00tError and len(asked) == 1
+    monkeypatch.setattr(gr00t_client, "MAX_REPLY", len(GOOD[2]))
+    with Gr00tClient(url) as client:
+        assert client.get_action({"prompt": "x"}).info == {"seed": 1}
 
 
 def test_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:

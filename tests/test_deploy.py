@@ -96,6 +96,10 @@ def check_references(documents: list[dict[str, Any]]) -> None:
         folder = server["command"][server["command"].index("--checkpoint") + 1]
         assert folder in {mount["mountPath"] for mount in server["volumeMounts"]}
     assert "--no-auth" in server["command"] and "--host" not in server["command"], "no key, so loopback only"
+    closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert [container["securityContext"] for container in pod["containers"]] == [closed, closed]
+    assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 10001, "fsGroup": 10001,
+                                      "seccompProfile": {"type": "RuntimeDefault"}}  # fmt: skip
     assert gate["image"] == server["image"] and gate["image"].split("/")[-1].startswith("gr00t-torchserve")
 
 
@@ -263,4 +267,7 @@ def test_the_files_of_the_image_serve(tmp_path: Path) -> None:
             assert requests.post(f"{models}?url=gr00t.mar", headers=manager, timeout=60).status_code == 405
         finally:
             os.killpg(process.pid, signal.SIGINT)
-            process.wait(60)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()  # else `with` waits for ever; the keeper then takes the rest down

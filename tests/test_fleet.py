@@ -136,6 +136,24 @@ def test_the_table_of_workers() -> None:
     assert rows[1:] == [["9000", "71", "READY", "2100", f"1 {usage}"], ["9001", "-1", "UNLOADING", "-", "none"]]
 
 
+def test_a_version_whose_worker_is_dead_can_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchServe gives a worker that is not there the pid -1."""
+    calls = []
+
+    def answer(self: scale.Management, method: str, path: str, headers: Any = None, **params: Any) -> Any:
+        calls.append((method, path))
+        version = {"modelName": "gr00t", "workers": [{"pid": -1, "status": "UNLOADED"}],
+                   "jobQueueStatus": {"pendingRequests": 0}}  # fmt: skip
+        if path == "/models":
+            return {"models": [{"modelName": "gr00t"}]}
+        both = [{**version, "modelVersion": number} for number in ("1.0", "2.0")]
+        return both if path.endswith("/all") else [both[path.endswith("/2.0")]]
+
+    monkeypatch.setattr(scale.Management, "call", answer)
+    swap.remove(scale.Management("http://127.0.0.1:9", None), "gr00t", "2.0", 5, scale.Progress("swap"))
+    assert calls[-1] == ("DELETE", "/models/gr00t/2.0")
+
+
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "OPTIONS"])
 @pytest.mark.parametrize(
     "path",

@@ -624,12 +624,16 @@ def test_gr00t_clients(gateway: RunningGateway, exact: Gr00tPolicy) -> None:
         "no camera": robot.call("get_action", {"observation": {**one, "video": {}}, "options": None}),
         "no msgpack": robot.raw(b"\xc1garbage"),
         "no mapping": robot.raw(msgpack.packb([1])),
+        "more than a message": robot.raw(msgpack.packb({"api_token": robot.token}) + b"\xc0"),
+        "no data": robot.raw(msgpack.packb({"api_token": robot.token, "data": [1]})),
         "no token": Gr00tRobot(gateway, "").call("ping"),
         "wrong token": Gr00tRobot(gateway, "wrong").call("ping"),
     }
     words = {
         "unknown": "endpoint must be get_action", "kill": "kill is refused", "no observation": "observation is missing",
-        "no camera": "is missing; embodiment", "no msgpack": "Not msgpack", "no mapping": "Expected a mapping",
+        "no camera": "is missing; embodiment", "no msgpack": "Unauthorized: Invalid API token",
+        "no mapping": "Unauthorized: Invalid API token", "more than a message": "Bytes follow the msgpack message",
+        "no data": "data must be a mapping",
         "no token": "Unauthorized: Invalid API token", "wrong token": "Unauthorized: Invalid API token",
     }  # fmt: skip
     for name, word in words.items():

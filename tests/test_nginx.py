@@ -75,12 +75,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         subprocess.run([*command, "-t", "-g", user], check=True, capture_output=True)
         log = folder / "nginx.log"
         with log.open("w") as out, subprocess.Popen([*command, "-g", f"{user}daemon off;"], stderr=out) as process:
-            deadline = time.monotonic() + 20
-            while is_free(port):
-                assert time.monotonic() < deadline and process.poll() is None, log.read_text()
-                time.sleep(0.05)
-            yield Fleet(f"http://{LOOPBACK}:{port}", [first, second], log)
-            process.send_signal(signal.SIGTERM)
+            try:
+                deadline = time.monotonic() + 20
+                while is_free(port):
+                    assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+                    time.sleep(0.05)
+                yield Fleet(f"http://{LOOPBACK}:{port}", [first, second], log)
+            finally:
+                process.terminate()
 
 
 @pytest.fixture(scope="module")

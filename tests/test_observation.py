@@ -385,8 +385,18 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
         for value in TIMESTAMPS
     ],
     *[
-        ({"options/prepared_with": value}, 422, "/options/prepared_with", "must be a mapping of numbers")
-        for value in (True, "yes", [1], {"edge": np.zeros(3)}, {"edge": [256, np.zeros(3)]}, {"edge": "256"}, {"": b""})
+        ({"options/prepared_with": value}, 422, "/options/prepared_with", f"must be a mapping of numbers and {words}")
+        for value, words in ((True, "lists of"), ("yes", "lists of"),
+                             ([1], "lists of whole numbers, the contract's image_recipe; got a list"))
+    ],
+    *[
+        ({"options/prepared_with": {"crop_fraction": 0.95, key: value}}, 422, f"/options/prepared_with/{key}", words)
+        for key, value, words in (
+            ("edge", np.zeros(3), "its 'edge' is an array of float64 with shape [3]"),
+            ("target", [256, np.zeros(3)], "its 'target' is a list"),
+            ("edge", "256", "its 'edge' is a text"),
+            ("", b"", "its '' is bytes"),
+        )
     ],
     # real-time chunking
     ({"options/rtc": [1]}, 422, "/options/rtc", "must be a mapping, got a list"),

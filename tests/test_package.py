@@ -352,6 +352,23 @@ def test_a_worker_that_cannot_start_ends_the_server_soon(
     assert descendants(os.getpid()) == set()
 
 
+def test_what_clients_say_in_the_log_is_no_start_failure() -> None:
+    """A wave's line holds request ids and the clients' names of fields."""
+    line = "2026-01-02T03:04:05,678 [INFO ] W-9000-gr00t_1.0-stdout MODEL_LOG - "
+    names = ["GR00T_START_FAILED: no", f"{line}GR00T_START_FAILED: no", "Retry worker: 9000 in 1 seconds.",
+             "Failed to load model: no", "Backend worker did not respond in given time"]  # fmt: skip
+    failure = serve.StartFailure(2)
+    for name in names:
+        wave = {"wave": [name], "failures": [{"id": name, "pointer": "/state/" + name}]}
+        assert failure.read(line + json.dumps(wave)) is None
+    assert failure.read(line + '{"wave":["MODEL_LOG - ValueError: no"]}') is None
+    assert failure.read(f"{line}ValueError: no such tensor") is None
+    reason = "the worker ended while it loaded the model: ValueError: no such tensor"
+    java = "2026-01-02T03:04:06,000 [INFO ] W-9000-gr00t_1.0 org.pytorch.serve.wlm.WorkerThread - "
+    assert failure.read(f"{java}Retry worker: 9000 in 1 seconds.") == failure.reason == reason
+    assert failure.read(f"{line}GR00T_START_FAILED: a tensor is missing") == "a tensor is missing"
+
+
 def test_settings_not_in_force_and_no_auth(tmp_path: Path, stand_in: Path) -> None:
     archive = build(None, [], tmp_path / "gr00t.mar", handler_file=stand_in)
     server = Server(archive, run_dir=tmp_path / "run", auth=False)

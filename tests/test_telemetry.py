@@ -503,9 +503,13 @@ def test_rules_fire_when_they_should(tmp_path: Path) -> None:
         'gr00t_requests_total{status="422",reason="state"}': "0+0x30",
         "Requests5XX{}": "0+0x30",
     }
+    hangs = {'gr00t_waves_total{requests="1"}': "600+0x30",
+             'gr00t_requests_total{status="200",reason="ok"}': "600+0x30"}  # fmt: skip
+    first_hangs = {'gr00t_waves_total{requests="1"}': "_x30",  # no series before the first wave
+                   'gr00t_requests_total{status="200",reason="ok"}': "0+0x30"}  # fmt: skip
     troubles: dict[str, dict[str, str]] = {
         "Gr00tDown": {'up{job="gr00t"}': "0+0x30"},
-        "Gr00tStalled": {'gr00t_waves_total{requests="1"}': "600+0x30"},
+        "Gr00tStalled": hangs,
         "Gr00tWorkerRestarts": {"gr00t_worker_starts_total{}": "1+1x30"},
         "Gr00tFailures": {'gr00t_requests_total{status="503",reason="out_of_memory"}': "0+12x30",
                           "Requests5XX{}": "0+12x30"},
@@ -519,7 +523,7 @@ def test_rules_fire_when_they_should(tmp_path: Path) -> None:
     alerts = [rule["alert"] for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]]
     assert set(alerts) == set(troubles)
     cases = []
-    for trouble, changed in [("none", {}), *troubles.items()]:
+    for trouble, changed in [("none", {}), *troubles.items(), ("Gr00tStalled", first_hangs)]:
         series = [{"series": name.replace("{}", "{job=\"gr00t\"}"), "values": values}
                   for name, values in (healthy | changed).items()]  # fmt: skip
         firing = {
