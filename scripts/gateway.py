@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import yaml
 import zmq
-from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
+from aiohttp import ClientError, WSCloseCode, WSMessage, WSMsgType, web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as Total
 
@@ -216,7 +216,8 @@ class Gateway:
         robot.episode.history.update(history)
         actions, info = unpack(reply.body)
         if info["checkpoint"] != self.upstream.contract["checkpoint"]:  # it was swapped
-            await self.upstream.read_contract()
+            with contextlib.suppress(ClientError, asyncio.TimeoutError):  # the next look asks again
+                await self.upstream.read_contract()
         self.stats.answered(robot, time.monotonic() - began, info["wave_requests"])
         return actions, info
 
@@ -302,7 +303,7 @@ class Gateway:
             message = await messages.get()
             began = time.perf_counter()
             try:
-                with self.room(robot, len(message.data)), self.answering(robot):
+                with self.answering(robot), self.room(robot, len(message.data)):
                     answer = await self._openpi_answer(robot, message, total_ms)
             except Problem as problem:
                 answer = in_words(problem)

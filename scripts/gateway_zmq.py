@@ -104,7 +104,7 @@ class Clients:
         robot.last = time.monotonic()
         if robot.busy >= PER_CLIENT:
             raise Problem(503, f"{robot.busy} messages of this client wait for their answer; send one at a time")
-        with gateway.room(robot, len(message)), gateway.answering(robot):
+        with gateway.answering(robot), gateway.room(robot, len(message)):
             request, _ = decode(Request({"Content-Type": MSGPACK}, [Part("body", "", message)]))
             return await self.call(robot, request)
 
