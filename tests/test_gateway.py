@@ -760,6 +760,10 @@ def test_the_status_page_in_a_browser(gateway: RunningGateway, exact: Gr00tPolic
         assert len(robot.call("get_action", {"observation": sent, "options": f["options"]})) == 2
     evil = "<img src=x onerror=document.title='pwned'>"
     assert "unknown field" in robot.call("get_action", {"observation": {**sent, evil: 1}, "options": None})["error"]
+    deadline = time.monotonic() + 60
+    while gateway.status()["workers_ready"] != 1:  # the server of before is new; the gateway looks every few seconds
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
     assert BROWSER is not None
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
                "--virtual-time-budget=4000", "--dump-dom", f"http://127.0.0.1:{gateway.admin_port}/"]  # fmt: skip
