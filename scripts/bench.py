@@ -36,11 +36,11 @@ from handler.images import decode_image
 from handler.observation import Limits
 from handler.policy import DTYPES, ENGINES, Gr00tPolicy
 from handler.problem import Problem
-from handler.wire import write_openpi
 from scripts.bench_client import actions_of, connect
 from scripts.bench_engine import batch_of, free
 from scripts.check_golden import GOLDEN, compare
 from scripts.gateway import GatewayProcess
+from scripts.gateway_translate import arrays_of, pack
 from scripts.make_checkpoint import write_checkpoint
 from scripts.package import EMBEDDED, MODEL_NAME, ROOT, ConfigError, build, merge_config
 from scripts.report import command, machine, relative, write_report
@@ -60,13 +60,6 @@ class BenchError(RuntimeError):
 
 
 # ------------------------------------------------------------------------------------------------------- observations
-
-
-def pack(value: Any) -> Any:
-    """Arrays in the OpenPI msgpack form."""
-    if isinstance(value, np.ndarray):
-        return write_openpi(value)
-    return {key: pack(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def observation(contract: dict[str, Any], tag: str, size: tuple[int, int], seed: int) -> dict[str, Any]:
@@ -100,7 +93,7 @@ def observation(contract: dict[str, Any], tag: str, size: tuple[int, int], seed:
 def encode(fields: dict[str, Any], encoding: str) -> tuple[dict[str, Any], str, bytes]:
     """(the observation as the server will see it, content type, body); JPEG changes the frames."""
     if encoding == "msgpack":
-        return fields, "application/msgpack", msgpack.packb(pack(fields))
+        return fields, "application/msgpack", pack(fields)
     parts: list[tuple[str, Any]] = [("options", (None, json.dumps(fields["options"])))]
     seen: dict[str, Any] = {**fields, "video": {}}
     for key, frames in fields["video"].items():
@@ -117,8 +110,7 @@ def encode(fields: dict[str, Any], encoding: str) -> tuple[dict[str, Any], str, 
 
 def arrays(actions: bytes) -> Arrays:
     """A reply's `actions`, still packed, as arrays."""
-    document = msgpack.unpackb(actions, strict_map_key=False)
-    return {key: np.frombuffer(v[b"data"], v[b"dtype"]).reshape(v[b"shape"]) for key, v in document.items()}
+    return arrays_of(msgpack.unpackb(actions, strict_map_key=False))
 
 
 def distance(a: Arrays, b: Arrays) -> float:

@@ -15,16 +15,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import requests
 import torch
 
 from handler.policy import Actions
-from scripts.bench import observation, pack
-from scripts.package import MODEL_NAME, ROOT, build
+from scripts.bench import observation
+from scripts.gateway_translate import pack
+from scripts.package import ROOT
 from scripts.report import command, machine, write_report
 from scripts.serve import Server, StartError
-from tests.client import Body, differences, post, read, wave
+from tests.client import Body, differences, patient_archive, post, read, wave
 
 USUAL, NEW = (256, 256), (256, 352)
 FAULTS = (  # what happens, the culprit's instruction and frame size
@@ -42,7 +42,7 @@ GIVE_UP = 300.0  # s for good requests to be answered again
 
 def body(contract: dict[str, Any], tag: str, size: tuple[int, int], seed: int, prompt: str) -> Body:
     fields = {**observation(contract, tag, size, seed), "prompt": prompt}
-    return {"Content-Type": "application/msgpack"}, msgpack.packb(pack(fields))
+    return {"Content-Type": "application/msgpack"}, pack(fields)
 
 
 def told(reply: requests.Response) -> str:
@@ -92,11 +92,8 @@ def main() -> int:
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="gr00t-faults-") as temp:
-        patient = Path(temp) / "patient.yaml"
-        patient.write_text("maxBatchDelay: 30\n", encoding="ascii")  # so that the wave forms for certain
-        overlays = [ROOT / "config" / "batched.yaml", patient]
-        store = Path(temp) / "store" / f"{MODEL_NAME}.mar"
-        archive = build(args.checkpoint, overlays, store, handler_file=ROOT / "tests" / "faulty_handler.py")
+        faulty = ROOT / "tests" / "faulty_handler.py"
+        archive = patient_archive(Path(temp), checkpoint=args.checkpoint, handler_file=faulty)
         began = time.perf_counter()
         try:
             with Server(archive, run_dir=Path(temp) / "run") as server:

@@ -89,7 +89,7 @@ class Stats:
             ("gateway_robots", "Connected robots", lambda: len(gateway.robots)),
             ("gateway_waiting", "Requests that wait for their turn", gateway.upstream.turnstile.waits),
             ("gateway_in_flight", "Requests at TorchServe", lambda: gateway.upstream.turnstile.inside),
-            ("gateway_pending_bytes", "Messages that wait for their answer", lambda: gateway.pending),
+            ("gateway_pending_bytes", "Messages that wait for their answer", lambda: gateway.held.total()),
             ("gateway_ready_workers", "TorchServe's workers that are READY", lambda: gateway.upstream.workers),
             ("gateway_retries", "Attempts after a worker's death or a restart", lambda: gateway.upstream.retries),
         ):
@@ -134,10 +134,9 @@ class Gateway:
                                  renew=self.keys is not None, patience=settings["patience_s"])  # fmt: skip
         self.robots: dict[int, Robot] = {}
         self.numbers = itertools.count(1)
-        self.held: Counter[str] = Counter()  # of them, by key
         self.sockets: dict[web.WebSocketResponse, Robot] = {}
         self.closing = False
-        self.pending = 0  # bytes of messages without their answer
+        self.held: Counter[str] = Counter()  # bytes of messages without their answer, by key
         self.stats = Stats(self)
         self.kill: Callable[[], object] = lambda: None  # ends the gateway
 
@@ -189,15 +188,13 @@ class Gateway:
         Raises Problem 503 when there is none, or when this would be more than half of all for its key.
         """
         most = self.settings["max_pending_mb"] << 20
-        if self.pending + size > most or self.held[robot.key] + size > most // 2:
+        if self.held.total() + size > most or self.held[robot.key] + size > most // 2:
             raise Problem(503, "too many messages wait for their answer; send this one again", retry_after=1)
-        self.pending += size
         self.held[robot.key] += size
         robot.busy += 1
         try:
             yield
         finally:
-            self.pending -= size
             self.held[robot.key] -= size
             robot.busy -= 1
 
@@ -240,8 +237,7 @@ class Gateway:
     def metadata(self) -> dict[str, Any]:
         """What an OpenPI client is told when it connects."""
         translation = self.translation()
-        tag = translation.tag or next(iter(translation.embodiments))
-        contract = translation.embodiments[tag]
+        tag, contract = translation.default()
         return {
             "action_horizon": contract["horizon"],
             "action_keys": list(contract["action"]),

@@ -36,6 +36,11 @@ class Translation:
         if self.tag is not None and self.tag not in self.embodiments:
             raise ValueError(f"embodiment_tag: the server has no {self.tag!r}; it has {', '.join(self.embodiments)}")
 
+    def default(self) -> tuple[str, dict[str, Any]]:
+        """The tag and contract of the embodiment that observations are of when they name none, or of the first."""
+        tag = self.tag or next(iter(self.embodiments))
+        return tag, self.embodiments[tag]
+
     def embodiment(self, fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """The contract of the embodiment that an observation is of; None when it names none that there is."""
         options = fields.get("options")
@@ -189,11 +194,12 @@ def deadline_of(fields: Mapping[str, Any]) -> float | None:
 def unpack(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The actions, float32 (horizon, width) or (B, horizon, width), and info of the server's msgpack reply."""
     document = msgpack.unpackb(body, strict_map_key=False)
-    actions = {
-        key: np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"])
-        for key, value in document["actions"].items()
-    }
-    return actions, document["info"]
+    return arrays_of(document["actions"]), document["info"]
+
+
+def arrays_of(packed: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays that `pack` wrote, of a mapping that msgpack has read."""
+    return {key: np.frombuffer(v[b"data"], v[b"dtype"]).reshape(v[b"shape"]) for key, v in packed.items()}
 
 
 def problem_of(reply: Reply) -> Problem:

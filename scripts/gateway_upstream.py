@@ -242,15 +242,16 @@ class Upstream:
                     self.predict_url, data=body, headers={**headers, **own}, skip_auto_headers=["Content-Type"]
                 ) as answer:
                     reply = Reply(answer.status, answer.content_type, answer.headers, await answer.read())
+                failed = worker_failed(reply)
                 refused = reply.status in (400, 401) and b"InvalidKeyException" in reply.body
                 # A worker fails, or dies: of this very observation, maybe, and each time with all its neighbours.
-                failures += worker_failed(reply) or refused
+                failures += failed or refused
                 if failures > (KEY_ATTEMPTS if refused else WORKER_ATTEMPTS):
                     if refused:
                         logger.error("TorchServe refuses its own key: is %s this server's?", self.key_file.name)
                         raise Problem(503, "the gateway's own key is refused by the server; its log says more")
                     return reply
-                if not (refused or worker_failed(reply) or reply.status == 503):
+                if not (refused or failed or reply.status == 503):
                     return reply
             except (aiohttp.ClientError, OSError) as error:
                 logger.warning("TorchServe is gone: %s", type(error).__name__)

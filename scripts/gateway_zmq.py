@@ -42,14 +42,14 @@ async def serve_zmq(gateway: Gateway) -> AsyncIterator[None]:
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
     socket.bind(f"tcp://{s['zmq_host']}:{s['zmq_port']}")
-    answers: set[asyncio.Task[None]] = set()
-    listener = asyncio.create_task(Clients(gateway, socket, answers).listen())
+    clients = Clients(gateway, socket)
+    listener = asyncio.create_task(clients.listen())
     try:
         yield
     finally:
         listener.cancel()
-        if answers:
-            await asyncio.wait(answers, timeout=1)  # what `Gateway.close` has waited for
+        if clients.answers:
+            await asyncio.wait(clients.answers, timeout=1)  # what `Gateway.close` has waited for
         socket.close()
         context.term()
 
@@ -57,8 +57,9 @@ async def serve_zmq(gateway: Gateway) -> AsyncIterator[None]:
 class Clients:
     """Who speaks to the socket: {address and key: robot}; ZeroMQ does not say when one leaves."""
 
-    def __init__(self, gateway: Gateway, socket: zmq.asyncio.Socket, answers: set[asyncio.Task[None]]) -> None:
-        self.gateway, self.socket, self.answers = gateway, socket, answers
+    def __init__(self, gateway: Gateway, socket: zmq.asyncio.Socket) -> None:
+        self.gateway, self.socket = gateway, socket
+        self.answers: set[asyncio.Task[None]] = set()  # under way
         self.robots: dict[tuple[bytes, str], Robot] = {}
 
     async def listen(self) -> None:
@@ -161,8 +162,7 @@ async def _get_action(gateway: Gateway, robot: Robot, data: dict[str, Any]) -> l
 
 def modality_config(gateway: Gateway) -> dict[str, Any]:
     """GR00T's ModalityConfig of each modality, of the embodiment that observations are of when they name none."""
-    translation = gateway.translation()
-    contract = translation.embodiments[translation.tag or next(iter(translation.embodiments))]
+    _, contract = gateway.translation().default()
     keys = {
         "video": contract["video"]["keys"],
         "state": list(contract["state"]),

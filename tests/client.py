@@ -8,9 +8,11 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -19,6 +21,7 @@ import requests
 from PIL import Image
 
 from handler.policy import Actions
+from scripts.package import HANDLER_FILE, ROOT, build
 from scripts.serve import Server, local_session
 
 Body = tuple[dict[str, str], bytes]  # headers, body
@@ -40,6 +43,12 @@ def unpack_openpi(data: bytes) -> Any:
         return value
 
     return msgpack.unpackb(data, strict_map_key=False, object_hook=array)
+
+
+def npy(value: dict[str, Any]) -> np.ndarray:
+    """An array that GR00T's own client packed."""
+    array: np.ndarray = np.load(io.BytesIO(value["as_npy"]), allow_pickle=False)
+    return array
 
 
 def gr00t(value: Any) -> Any:
@@ -92,6 +101,29 @@ def as_multipart(fields: dict[str, Any]) -> Body:
     return {"Content-Type": prepared.headers["Content-Type"]}, prepared.body
 
 
+def patient_archive(
+    folder: Path, settings: str = "", checkpoint: Path | None = None, tag: str | None = None,
+    handler_file: Path = HANDLER_FILE,
+) -> Path:  # fmt: skip
+    """An archive with the batched overlay, and 30 ms for a wave to fill: on a busy machine 1 ms can split what has
+    queued up. settings: YAML over that."""
+    patient = folder / "patient.yaml"
+    patient.write_text(f"maxBatchDelay: 30\n{settings}", encoding="ascii")
+    overlays = [ROOT / "config" / "batched.yaml", patient]
+    return build(checkpoint, overlays, folder / "store" / "gr00t.mar", tag, handler_file=handler_file)
+
+
+def said_until_up(process: subprocess.Popen[str]) -> str:
+    """What ./scripts/serve says until it is up, or ends."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if line.startswith("Ctrl-C stops it"):
+            break
+    return said
+
+
 def post(server: Server, body: Body, url: str | None = None) -> requests.Response:
     headers = {"Authorization": f"Bearer {server.inference_key}", **body[0]}
     with local_session() as session:
@@ -109,7 +141,7 @@ def read(reply: requests.Response) -> tuple[dict[str, np.ndarray], dict[str, Any
     arrays = {}
     for key, value in document["actions"].items():
         if "as_npy" in value:
-            arrays[key] = np.load(io.BytesIO(value["as_npy"]), allow_pickle=False)
+            arrays[key] = npy(value)
         else:
             arrays[key] = np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"])
     return arrays, document["info"]

@@ -22,6 +22,7 @@ import yaml
 
 from scripts.package import ROOT
 from scripts.serve import pick_ports
+from tests.client import said_until_up
 
 KUBERNETES = ROOT / "config" / "kubernetes"
 NGINX = ROOT / "config" / "nginx"
@@ -240,12 +241,7 @@ def test_the_files_of_the_image_serve(tmp_path: Path) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            assert process.stdout is not None
-            said = ""
-            for line in process.stdout:
-                said += line
-                if line.startswith("Ctrl-C stops it"):
-                    break
+            said = said_until_up(process)
             assert "READY after" in said and "model API   off" in said, said
             health = arguments("HEALTHCHECK")[0].split("CMD ", 1)[1]
             probe = [sys.executable if word == "python" else word.replace("8083", str(ready))

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from handler.policy import Gr00tPolicy
 from scripts.make_checkpoint import write_checkpoint
-from scripts.package import ROOT, build
+from scripts.package import build
 from scripts.ready import main, serve_ready
 from scripts.serve import Server, StartError, local_session
-from tests.client import as_msgpack, post, read, wave
+from tests.client import as_msgpack, patient_archive, post, read, wave
 from tests.conftest import LIBERO, observation
 
 
@@ -27,11 +27,8 @@ from tests.conftest import LIBERO, observation
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("faults")
     faulty = Path(__file__).with_name("faulty_handler.py")
-    patient = folder / "patient.yaml"
-    # On a busy machine 1 ms can split what has queued up; a worker that hangs shall be given up on in this life.
-    patient.write_text("maxBatchDelay: 30\nresponseTimeout: 10\n")
-    overlays = [ROOT / "config" / "batched.yaml", patient]
-    archive = build(None, overlays, folder / "store" / "gr00t.mar", LIBERO, handler_file=faulty)
+    # A worker that hangs shall be given up on in this life.
+    archive = patient_archive(folder, "responseTimeout: 10\n", tag=LIBERO, handler_file=faulty)
     with Server(archive, run_dir=folder / "run") as server:
         yield server
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import shutil
@@ -34,7 +33,7 @@ from scripts.gateway_upstream import Turnstile
 from scripts.gateway_zmq import token_of
 from scripts.package import ROOT, build
 from scripts.serve import Server, local_session, pick_ports
-from tests.client import arrived, as_msgpack, differences, gr00t, read, unpack_openpi
+from tests.client import arrived, as_msgpack, differences, gr00t, npy, read, unpack_openpi
 from tests.conftest import DROID, LIBERO, observation
 
 # ------------------------------------------------------------------------------------------------------------- units
@@ -588,11 +587,6 @@ class Gr00tRobot:
     def call(self, endpoint: str, data: Any = None) -> Any:
         request = {"endpoint": endpoint, **({} if data is None else {"data": gr00t(data)})}
         return self.raw(msgpack.packb({**request, **({"api_token": self.token} if self.token else {})}))
-
-
-def npy(value: dict[str, Any]) -> np.ndarray:
-    array: np.ndarray = np.load(io.BytesIO(value["as_npy"]), allow_pickle=False)
-    return array
 
 
 def test_gr00t_clients(gateway: RunningGateway, exact: Gr00tPolicy) -> None:

@@ -27,6 +27,7 @@ import yaml
 from scripts import ask, package, serve
 from scripts.package import ROOT, ConfigError, build, merge_config, read_config
 from scripts.serve import Server, StartError
+from tests.client import said_until_up
 
 BATCHED = ROOT / "config" / "batched.yaml"
 
@@ -410,12 +411,7 @@ def test_nothing_outlives_the_command(tmp_path: Path, stand_in: Path, end: signa
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
-        assert process.stdout is not None
-        seen = ""
-        for line in process.stdout:
-            seen += line
-            if line.startswith("Ctrl-C stops it"):
-                break
+        seen = said_until_up(process)
         assert "READY after" in seen and f"http://127.0.0.1:{port}/predictions/gr00t" in seen
         assert re.search(r"batch size +1 in force", seen)
         key_file = tmp_path / "key_file.json"
@@ -423,6 +419,7 @@ def test_nothing_outlives_the_command(tmp_path: Path, stand_in: Path, end: signa
         everything = descendants(process.pid)
         assert len(everything) >= 4
         os.killpg(process.pid, end)
+        assert process.stdout is not None
         rest = process.stdout.read()
     assert process.returncode == (-9 if end == signal.SIGKILL else 0), rest
     deadline = time.monotonic() + 30

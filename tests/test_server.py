@@ -14,19 +14,9 @@ import requests
 
 from handler.policy import Gr00tPolicy
 from scripts.bench_client import PREDICTIONS, prediction, predictions_request
-from scripts.package import ROOT, build
 from scripts.serve import Server
 from tests.adversary.catalogue import SECRETS
-from tests.client import (
-    Body,
-    as_json,
-    as_msgpack,
-    as_multipart,
-    gr00t,
-    post,
-    read,
-    wave,
-)
+from tests.client import Body, as_json, as_msgpack, as_multipart, gr00t, patient_archive, post, read, wave
 from tests.conftest import DROID, LIBERO, observation
 
 
@@ -34,10 +24,7 @@ from tests.conftest import DROID, LIBERO, observation
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The embedded checkpoint with the batched overlay, and one of the test's own."""
     folder = tmp_path_factory.mktemp("server")
-    patient = folder / "patient.yaml"
-    patient.write_text("maxBatchDelay: 30\n")  # on a busy machine 1 ms can split what has queued up
-    archive = build(None, [ROOT / "config" / "batched.yaml", patient], folder / "store" / "gr00t.mar")
-    with Server(archive, run_dir=folder / "run") as server:
+    with Server(patient_archive(folder), run_dir=folder / "run") as server:
         yield server
 
 

@@ -37,7 +37,7 @@ from scripts.bench_client import PREDICTIONS as GRPC_PREDICTIONS
 from scripts.bench_client import prediction, predictions_request
 from scripts.package import ROOT, build
 from scripts.serve import Server, local_session
-from tests.client import Body, as_msgpack, post, read, wave
+from tests.client import Body, as_msgpack, patient_archive, post, read, wave
 from tests.conftest import LIBERO, observation
 
 Series = dict[str, float]  # "name{label="value"}", without the host's name -> value
@@ -238,10 +238,7 @@ def test_torchserve_s_own_metrics_are_those_that_it_ships() -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("telemetry")
-    patient = folder / "patient.yaml"
-    patient.write_text("maxBatchDelay: 30\n")  # on a busy machine 1 ms can split what has queued up
-    archive = build(None, [ROOT / "config" / "batched.yaml", patient], folder / "store" / "gr00t.mar")
-    with Server(archive, run_dir=folder / "run") as server:
+    with Server(patient_archive(folder), run_dir=folder / "run") as server:
         yield server
 
 

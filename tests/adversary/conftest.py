@@ -10,8 +10,8 @@ import pytest
 from handler.policy import Actions, Gr00tPolicy
 from handler.wave import Slot, run
 from handler.wire import JSON, ReplyForm
-from scripts.package import ROOT, build
 from scripts.serve import Server
+from tests.client import patient_archive
 from tests.conftest import observation
 
 
@@ -19,10 +19,7 @@ from tests.conftest import observation
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The embedded checkpoint with the batched overlay, and more patience: 1 ms is short on a busy machine."""
     folder = tmp_path_factory.mktemp("adversary")
-    patient = folder / "patient.yaml"
-    patient.write_text("maxBatchDelay: 30\n")
-    archive = build(None, [ROOT / "config" / "batched.yaml", patient], folder / "store" / "gr00t.mar")
-    with Server(archive, run_dir=folder / "run") as server:
+    with Server(patient_archive(folder), run_dir=folder / "run") as server:
         yield server
 
 
