@@ -61,6 +61,9 @@ def local_session() -> requests.Session:
     return session
 
 
+ENDED = "the worker ended while it loaded the model"
+
+
 class StartFailure:
     """Why no worker can start, from the lines that TorchServe prints. It would try again for minutes itself."""
 
@@ -68,6 +71,7 @@ class StartFailure:
         self.reason: str | None = None
         self._startup_timeout = startup_timeout  # s
         self._last_error: str | None = None  # last Python exception seen
+        self._retries = 0  # attempts that TorchServe has announced
 
     def read(self, line: str) -> str | None:
         """Takes one line; returns the reason if this line says so."""
@@ -79,12 +83,17 @@ class StartFailure:
                 reason = said[1].removeprefix(START_FAILED).strip()
             elif re.match(r"\w+(\.\w+)*(Error|Exception): (?!50[07] - )", said[1]):  # these hide what came before
                 self._last_error = said[1]
+                if self._retries:
+                    reason = f"{ENDED}: {said[1]}"
         elif "Backend worker did not respond in given time" in line:
             reason = f"the worker did not load the model within startupTimeout ({self._startup_timeout} s)"
         elif "Failed to load model: " in line:  # Java could not use the archive
             reason = line.split(" - ", 1)[-1]
         elif "Retry worker: " in line:
-            reason = f"the worker ended while it loaded the model: {self._last_error or 'it did not say why'}"
+            # Another thread of Java writes the worker's own words, and may do so a moment later.
+            self._retries += 1
+            if self._last_error or self._retries > 1:
+                reason = f"{ENDED}: {self._last_error or 'it did not say why'}"
         self.reason = self.reason or reason  # the first: what comes later follows from it
         return reason
 

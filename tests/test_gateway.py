@@ -394,9 +394,16 @@ class ShortLived(Server):
         return super()._settings().replace("token_expiration_min=5256000", f"token_expiration_min={EXPIRES // 60}")
 
     def describe(self, customized: bool = False) -> dict[str, Any]:
-        keys = json.loads(self.key_file.read_text())
-        self.inference_key, self.management_key = keys["inference"]["key"], keys["management"]["key"]
-        return super().describe(customized)
+        for last in (False, False, True):
+            try:
+                keys = json.loads(self.key_file.read_text())
+                self.inference_key, self.management_key = keys["inference"]["key"], keys["management"]["key"]
+                return super().describe(customized)
+            except (ValueError, requests.HTTPError):  # TorchServe changes a key before it has written it
+                if last:
+                    raise
+                time.sleep(0.5)
+        raise AssertionError
 
 
 class RunningGateway(GatewayProcess):

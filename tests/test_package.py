@@ -370,6 +370,18 @@ def test_what_clients_say_in_the_log_is_no_start_failure() -> None:
     assert failure.read(f"{line}GR00T_START_FAILED: a tensor is missing") == "a tensor is missing"
 
 
+def test_a_worker_s_words_may_come_after_it_ended() -> None:
+    java, worker = "2026-01-01T00:00:00,000 [INFO ] W-9000 x.WorkerThread - ", "t [INFO ] W-9000-stdout MODEL_LOG - "
+    late = serve.StartFailure(900)
+    assert late.read(f"{java}Retry worker: 9000 in 1 seconds.") is None
+    assert late.read(f"{worker}ValueError: no such tensor") == late.reason
+    assert late.reason == "the worker ended while it loaded the model: ValueError: no such tensor"
+    silent = serve.StartFailure(900)
+    assert silent.read(f"{java}Retry worker: 9000 in 1 seconds.") is None
+    assert silent.read(f"{java}Retry worker: 9000 in 2 seconds.") == silent.reason
+    assert silent.reason == "the worker ended while it loaded the model: it did not say why"
+
+
 def test_settings_not_in_force_and_no_auth(tmp_path: Path, stand_in: Path) -> None:
     archive = build(None, [], tmp_path / "gr00t.mar", handler_file=stand_in)
     server = Server(archive, run_dir=tmp_path / "run", auth=False)
