@@ -140,6 +140,28 @@ def test_graphs_on_a_gpu(checkpoint: Path) -> None:
         assert engine.engine.captures == captured + captures
 
 
+@needs_gpu
+def test_what_remains_after_evictions_keeps_its_bits(checkpoint: Path) -> None:
+    """Graphs share pools: those that went, and memory given back and used anew, take nothing from those that stay."""
+    policy = Gr00tPolicy(checkpoint, "cuda", torch.bfloat16, engine=True)
+    assert policy.engine is not None
+    policy.engine.max_graphs = 2
+    wave = rows_of(policy, *(observation(policy, LIBERO, seed=s, prompt="push the bowl") for s in range(8)))
+    sizes = (8, 4, 2, 1)
+    for size in sizes:  # at once; captured
+        for _ in range(2):
+            predict(policy, wave[:size])
+    assert policy.engine.captures == 4 and len(policy.engine.rungs) == 2
+    want = {size: predict(policy, wave[:size]) for size in sizes[2:]}
+    torch.cuda.empty_cache()
+    waste = [torch.full((1 << 20,), -1, device="cuda") for _ in range(64)]
+    for _ in range(3):
+        for size, answers in want.items():
+            for got, before in zip(predict(policy, wave[:size]), answers, strict=True):
+                assert all(np.array_equal(got[key], before[key]) for key in got)
+    assert policy.engine.captures == 4 and len(waste) == 64
+
+
 def test_rungs() -> None:
     assert [rung_of(n, ROW_RUNGS) for n in (1, 2, 3, 5, 8, 9, 32, 33)] == [1, 2, 4, 8, 8, 16, 32, 64]
     assert rung_of(TEXT_RUNGS[-1] + 1, TEXT_RUNGS) is None
