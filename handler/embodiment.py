@@ -74,11 +74,11 @@ class StateGroup:
         with np.errstate(over="ignore"):
             if self.method == "mean_std":
                 return _standardize(values, self.mean, self.std)
-            return _to_unit_range(values, self.low, self.high, self._constant, self.clip)
+            return self._unit_range(values, self.clip)
 
     @cached_property
-    def _constant(self) -> NDArray[np.bool_]:
-        return np.asarray(np.isclose(self.high, self.low))
+    def _unit_range(self) -> UnitRange:
+        return UnitRange(self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class ActionGroup:
             out = _standardize(values.astype(np.float32), _rows(self.mean, steps), _rows(self.std, steps))
             return np.clip(out, -1.0, 1.0) if self.clip else out
         low, high = _rows(self.low, steps), _rows(self.high, steps)
-        return _to_unit_range(values.astype(np.float32), low, high, np.asarray(np.isclose(high, low)), self.clip)
+        return UnitRange(low, high)(values.astype(np.float32), self.clip)
 
 
 def _bound(low: Float64, high: Float64) -> Float64:
@@ -148,11 +148,19 @@ def _rows(statistic: Float64, steps: int) -> Float64:
     return statistic[:steps] if statistic.ndim == 2 else statistic
 
 
-def _to_unit_range(values: Float32, low: Float64, high: Float64, constant: NDArray[np.bool_], clip: bool) -> Float32:
-    """Linear map of [low, high] to [-1, 1]; a constant feature, one that never varied, becomes 0."""
-    unit = ((values - low) / np.where(constant, 1.0, high - low)).astype(np.float32)
-    out = np.where(constant, np.float32(0), np.float32(2) * unit - np.float32(1))
-    return np.clip(out, np.float32(-1), np.float32(1)) if clip else out
+class UnitRange:
+    """The linear map of [low, high] to [-1, 1]; a constant feature, one that never varied, becomes 0."""
+
+    def __init__(self, low: Float64, high: Float64) -> None:
+        constant = np.asarray(np.isclose(high, low))
+        self.low, self.spread = low, np.where(constant, 1.0, high - low)
+        self.constant = constant if constant.any() else None
+
+    def __call__(self, values: Float32, clip: bool) -> Float32:
+        out: Float32 = np.float32(2) * ((values - self.low) / self.spread).astype(np.float32) - np.float32(1)
+        if self.constant is not None:
+            out = np.where(self.constant, np.float32(0), out)
+        return np.clip(out, np.float32(-1), np.float32(1)) if clip else out
 
 
 def _standardize(values: Float32, mean: Float64, std: Float64) -> Float32:

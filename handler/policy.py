@@ -102,6 +102,13 @@ def _absurd(normalized: Float32) -> bool:
     return not bool((np.abs(normalized) <= 1e6).all())
 
 
+def stacked(rows: Sequence[Actions]) -> Actions:
+    """Rows' {key: (horizon, width)} -> {key: (B, horizon, width)}; one row is not copied."""
+    if len(rows) == 1:
+        return {key: value[None] for key, value in rows[0].items()}
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+
+
 def processor_folder(checkpoint: Path) -> Path:
     """Where a checkpoint has its processor files: in `processor/`, or at its top."""
     folder = checkpoint / "processor"
@@ -388,9 +395,8 @@ class Gr00tPolicy:
             needed = {g.relative_to for g in embodiment.actions if g.relative_to is not None}
             states = {key: np.stack([rows[b].raw_state[key] for b in at]) for key in needed}
             joined = embodiment.decode_action(chunks[at], states)
-            finite = np.asarray(np.isfinite(chunks[at]).all(axis=(1, 2)))
-            for value in joined.values():
-                finite &= np.isfinite(value).all(axis=(1, 2))
+            numbers = [values.reshape(len(at), -1) for values in (chunks[at], *joined.values())]
+            finite = np.asarray(np.isfinite(np.concatenate(numbers, axis=1)).all(axis=1))
             for n, b in enumerate(at):
                 if finite[n]:
                     out[b] = actions = {key: value[n] for key, value in joined.items()}
@@ -477,7 +483,7 @@ class Gr00tPolicy:
             if isinstance(result, Problem):
                 raise result
             results.append(result)
-        return {key: np.stack([actions[key] for actions in results]) for key in results[0]}
+        return stacked(results)
 
     # --------------------------------------------------------------------------------------------------- the batch
 

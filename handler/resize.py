@@ -280,6 +280,8 @@ class Resizer:
         self.recipe, self.device = recipe, device
         self.on_host = device.type != "cuda" or triton is None
         self._plan = lru_cache(maxsize=64)(self._tables)  # by camera size, which clients choose
+        # A robot alone gets the same memory again at every step.
+        self._addresses = lru_cache(maxsize=64)(self._on_device)
 
     def __call__(
         self, rows: Sequence[Tensor], sizes: Sequence[tuple[Size, ...]], prepared: Sequence[bool], out: Tensor
@@ -304,14 +306,16 @@ class Resizer:
             return
         rows = [row.to(self.device, non_blocking=True) for row in rows]
         # Addresses of the frames and of their images, by what is done with them.
-        groups: dict[tuple[ImageRecipe, Size], list[tuple[int, int]]] = {}
+        groups: dict[tuple[ImageRecipe, Size], tuple[list[int], list[int]]] = {}
         for b, (row, row_sizes, recipe) in enumerate(zip(rows, sizes, recipes, strict=True)):
             at, put = row.data_ptr(), out.data_ptr() + b * out.shape[1]
             for size in row_sizes:
-                groups.setdefault((recipe, size), []).append((at, put))
+                sources, targets = groups.setdefault((recipe, size), ([], []))
+                sources.append(at)
+                targets.append(put)
                 at, put = at + size[0] * size[1] * 3, put + self._plan(recipe, size)[-1].values
         for key, places in groups.items():
-            self._run(np.array(places, np.int64), self._plan(*key))
+            self._run(*places, self._plan(*key))
 
     def warm_up(self) -> None:
         """Compiles the kernel in each of its kinds."""
@@ -324,7 +328,7 @@ class Resizer:
             frame = torch.zeros(size[0] * size[1] * 3, dtype=torch.uint8, device=self.device)
             out = torch.empty(target[0] * target[1] * 3, dtype=torch.uint8, device=self.device)
             launch = self._launch(resize_step(size, window, target, method))
-            self._run(np.array([[frame.data_ptr(), out.data_ptr()]]), [launch])
+            self._run([frame.data_ptr()], [out.data_ptr()], [launch])
 
     def _tables(self, recipe: ImageRecipe, size: Size) -> list[Launch]:
         return [self._launch(step) for step in steps_of(recipe, *size)]
@@ -344,14 +348,17 @@ class Resizer:
             },
         )  # fmt: skip
 
-    def _run(self, places: NDArray[np.int64], launches: list[Launch]) -> None:
-        """The steps of one camera size. places: (n, 2), the addresses of a frame and of its image."""
-        # Beside these two, those of the frames between two steps, which stand one after the other.
-        count = len(places)
-        between = [torch.empty(count * one.values, dtype=torch.uint8, device=self.device) for one in launches[:-1]]
-        rows = [one.data_ptr() + np.arange(count) * (len(one) // count) for one in between]
-        addresses = torch.from_numpy(np.stack([places[:, 0], *rows, places[:, 1]]))
-        table = addresses.to(self.device, non_blocking=True)
-        for n, launch in enumerate(launches):
+    def _run(self, sources: list[int], targets: list[int], launches: list[Launch]) -> None:
+        """The steps of one camera size, over the addresses of frames and of their images."""
+        count = len(sources)
+        # Frames between two steps stand one after the other.
+        between = [torch.empty(count, one.values, dtype=torch.uint8, device=self.device) for one in launches[:-1]]
+        rows = [frame.data_ptr() for frames in between for frame in frames]
+        tables = self._addresses((*sources, *rows, *targets), count)
+        for launch, source, target in zip(launches, tables, tables[1:], strict=False):
             grid = (-(-launch.values // BLOCK), count)
-            _resize[grid](table[n], table[n + 1], *launch.arguments, **launch.options)
+            _resize[grid](source, target, *launch.arguments, **launch.options)
+
+    def _on_device(self, addresses: tuple[int, ...], count: int) -> tuple[Tensor, ...]:
+        """Addresses as int64 tensors of `count` on the device."""
+        return torch.tensor(addresses).to(self.device, non_blocking=True).split(count)

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from handler.observation import Observation, takes_decoding
-from handler.policy import Actions, Gr00tPolicy, Row
+from handler.policy import Actions, Gr00tPolicy, Row, stacked
 from handler.problem import Problem
 from handler.wire import ReplyForm, Request, decode, header_deadline, reply_form
 
@@ -59,8 +58,7 @@ class Slot:
     def actions(self) -> Actions:
         """The reply's arrays: (B, horizon, width), or (horizon, width) when the request had no B."""
         assert self.observation is not None
-        rows = [self.results[b] for b in range(len(self.rows))]
-        joined = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+        joined = stacked([self.results[b] for b in range(len(self.rows))])
         return joined if self.observation.batched else {key: value[0] for key, value in joined.items()}
 
 

@@ -37,6 +37,7 @@ def test_equals_the_plain_network(policy: Gr00tPolicy, fused: Gr00tPolicy) -> No
         observation(policy, LIBERO, seed=5, prompt="push the stove " * 20),
         two_shapes,
         chunked,
+        *(observation(policy, LIBERO, seed=seed) for seed in range(10, 15)),  # more images than OWN_ATTENTION_IMAGES
     ]
     for got, want in zip(predict(fused, rows_of(fused, *fields)), predict(policy, rows_of(policy, *fields)),
                          strict=True):  # fmt: skip

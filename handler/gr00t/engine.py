@@ -43,6 +43,9 @@ Tables = dict[Grid, tuple[Tensor, Tensor, Tensor]]  # per distinct grid its posi
 FEED_FORWARD_SPLITS = ((128, 3), (256, 2), (512, 3), (1024, 2))
 OUT_SPLITS = ((256, 1), (512, 2))
 
+# Up to how many images the vision tower's attention is our own kernel: cuDNN's, faster as such, clears a counter first.
+OWN_ATTENTION_IMAGES = 8
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -303,6 +306,8 @@ class Fused:
         """The vision tower over images of one grid: pixels (N, values) -> [tokens, *taps], (N / 4, width) each."""
         v, c = self.vision, self.config.vision
         patches = position.shape[0]
+        images = len(pixels) // patches
+        counts = torch.full((images,), patches, dtype=torch.int32, device=pixels.device)
         x = F.linear(pixels, v.patch_embed.proj.weight.flatten(1))
         blocks = list(v.blocks)
         norm = blocks[0].norm1
@@ -311,8 +316,12 @@ class Fused:
         for i, block in enumerate(blocks):
             qkv = F.linear(y, block.attn.qkv.weight, block.attn.qkv.bias)
             rope_(qkv, cos, sin, c.num_heads, c.num_heads)
-            q, k, value = qkv.view(-1, patches, 3, c.num_heads, c.hidden_size // c.num_heads).transpose(1, 3).unbind(2)
-            attended = F.scaled_dot_product_attention(q, k, value).transpose(1, 2).reshape(x.shape)
+            q, k, value = qkv.view(-1, patches, 3, c.num_heads, c.hidden_size // c.num_heads).unbind(2)
+            if images <= OWN_ATTENTION_IMAGES:
+                attended = attend(q, k, value, counts).flatten(0, 1)
+            else:
+                q, k, value = (t.transpose(1, 2) for t in (q, k, value))
+                attended = F.scaled_dot_product_attention(q, k, value).transpose(1, 2).reshape(x.shape)
             norm = block.norm2
             r = F.linear(attended, block.attn.proj.weight, block.attn.proj.bias)
             y = add_norm(x, r, "layer", norm.weight, norm.bias, norm.eps)
@@ -541,8 +550,7 @@ class Rung:
     plan: Plan
     begin: torch.cuda.CUDAGraph
     graph: torch.cuda.CUDAGraph
-    chunks: Tensor  # float32 (R, H, A) on the device
-    answer: Tensor  # the same, pinned on the host
+    answer: Tensor  # float32 (R, H, A), pinned on the host
 
     def replay(self) -> None:
         """The whole forward, on what the buffers hold."""
@@ -629,7 +637,6 @@ class Engine:
             rung.begin.replay()
         torch.cuda.current_stream().wait_stream(self._stream)  # type: ignore[arg-type]
         rung.graph.replay()
-        rung.answer.copy_(rung.chunks, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         return rung.answer.numpy()[: len(rows)].copy()
 
@@ -684,9 +691,14 @@ class Engine:
         begin, start = self._graph(lambda: fused.begin(buffers.inputs, plan), self._begin_pool)
         begin.replay()  # capturing computed nothing, and the next line runs on it
         # `start` is not kept: the rungs' may share memory, for each is used up before another begins.
-        graph, chunks = self._graph(lambda: fused.act(buffers.inputs, start, vision_tokens, plan).float(), self._pool)
-        answer = torch.empty(chunks.shape, dtype=torch.float32, pin_memory=True)
-        self.rungs[key] = Rung(vision, buffers, plan, begin, graph, chunks, answer)
+        answer = torch.empty(buffers.inputs.noise.shape, dtype=torch.float32, pin_memory=True)
+
+        def act() -> Tensor:
+            chunks = fused.act(buffers.inputs, start, vision_tokens, plan)
+            return answer.copy_(chunks.float(), non_blocking=True)
+
+        graph, answer = self._graph(act, self._pool)
+        self.rungs[key] = Rung(vision, buffers, plan, begin, graph, answer)
         self.captures += 1
         while len(self.rungs) > self.max_graphs:
             self.rungs.popitem(last=False)

@@ -260,8 +260,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
     out = q.new_empty(rows, queries, heads * dim)
     strides: list[Any] = [t.stride(axis) for t in (q, k, v) for axis in (0, 1, 2)]
     bm = 64 if queries > 32 else 32
+    bn = 64 if queries > 64 else 32
     _attend[(triton.cdiv(queries, bm), rows * heads)](
         q, k, v, out, counts, dim**-0.5 * 1.4426950408889634, queries, k.shape[1], heads, *strides,
-        D=dim, PADDED=max(16, triton.next_power_of_2(dim)), BM=bm, BN=32, num_warps=4,
+        D=dim, PADDED=max(16, triton.next_power_of_2(dim)), BM=bm, BN=bn, num_warps=4,
     )  # fmt: skip
     return out
