@@ -54,7 +54,7 @@ def unpack(batch: list[dict[str, Any]]) -> tuple[list[RequestProcessor], list[Re
             bytes(h["name"]).decode("utf-8", "replace"): bytes(h["value"]).decode("utf-8", "replace")
             for h in raw.get("headers") or ()
         }
-        parts = [Part(p["name"], p["contentType"], bytes(p["value"])) for p in raw["parameters"]]
+        parts = [Part(p["name"], p["contentType"], p["value"]) for p in raw["parameters"]]
         if not any(name.lower() == "content-type" for name in headers):
             # gRPC has no headers: short inputs of these names stand for them.
             meant = [part for part in parts if part.name in GRPC_HEADERS and len(part.value) <= 1024]
@@ -147,7 +147,7 @@ class Gr00tHandler(BaseHandler):
         self.telemetry = Telemetry(context.metrics, self.policy)
         signal.signal(signal.SIGUSR1, self._on_retire)
         Service.retrieve_data_for_inference = staticmethod(unpack)
-        otf_message_handler._retrieve_buffer = receive
+        otf_message_handler._retrieve_buffer = self._receive
         gc.collect()
         gc.freeze()  # what is there now stays, so the collector need not walk through it in the middle of a wave
         self.initialized = True
@@ -183,6 +183,11 @@ class Gr00tHandler(BaseHandler):
         if lost:
             self._reply_and_exit(bodies)
         return bodies
+
+    def _receive(self, connection: socket.socket, length: int) -> bytearray:
+        if length == 1:  # a message's first byte: the replies to the last wave have left
+            self.telemetry.tell()
+        return receive(connection, length)
 
     def _on_retire(self, *_: object) -> None:
         self.retires_until = time.monotonic() + RETIRING_NOTICE
@@ -268,6 +273,7 @@ class Gr00tHandler(BaseHandler):
                 break
             time.sleep(0.005)
         time.sleep(0.5)  # TorchServe answers the clients before it sees this connection close
+        self.telemetry.flush()
         logger.error("the worker ends, TorchServe starts a fresh one")
         logging.shutdown()
         os._exit(1)

@@ -1,7 +1,8 @@
 """What a wave did, told twice: as metrics on TorchServe's metrics port and as one line of JSON in its model log.
 
 Metrics go by TorchServe's custom metrics: a line of this process's output each, which TorchServe adds up. So there are
-few, once a wave, under names that config/metrics.yaml lists, and labels take values from short fixed lists.
+few, once a wave, under names that config/metrics.yaml lists, and labels take values from short fixed lists. A thread
+tells it once the replies have left: nobody waits for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +48,7 @@ def reason(problem: Problem | None) -> str:
 
 
 class Telemetry:
-    """Accounts of one worker. `stage` around the three steps of a wave, then `wave`.
+    """Accounts of one worker. `stage` around the three steps of a wave, then `wave`, and `tell` after its replies left.
 
     Args:
         metrics: TorchServe's metrics cache, `context.metrics`.
@@ -56,6 +58,9 @@ class Telemetry:
     def __init__(self, metrics: Any, policy: Gr00tPolicy) -> None:
         self.metrics, self.policy = metrics, policy
         self.seconds: dict[str, float] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="telemetry")
+        self._untold: tuple[Any, ...] | None = None  # the arguments of `_tell`
+        self._told: Future[None] | None = None
         self.work = self._work()  # what has been counted of it
         self._add("gr00t_worker_starts_total", 1)
         # A counter that begins at 0 has a rate from its first event on.
@@ -78,14 +83,33 @@ class Telemetry:
         self.seconds[name] = round(time.perf_counter() - start, 6)
 
     def wave(self, slots: Sequence[Slot]) -> None:
-        """Counts and logs a wave that has its replies. Never raises: nobody's reply may depend on it."""
+        """Keeps a wave that has its replies, and will not change any more, until it is told."""
+        self.flush()  # of a wave whose telling takes longer than the next one: what is kept stays bounded
+        self._untold = slots, self.seconds, self._work()
+        self.seconds = {}
+
+    def tell(self) -> None:
+        """Begins to count and log the last wave."""
+        if self._untold is not None:
+            self._told = self._thread.submit(self._tell, *self._untold)
+            self._untold = None
+
+    def flush(self) -> None:
+        """Returns when every wave has been told."""
+        self.tell()
+        if self._told is not None:
+            self._told.result()
+            self._told = None
+
+    def _tell(self, slots: Sequence[Slot], seconds: dict[str, float], work: Counter[tuple[str, str]]) -> None:
+        """Never raises: no later reply may depend on it."""
         try:
-            self._count(slots)
-            logger.info(json.dumps(self._line(slots), separators=(",", ":")))
+            self._count(slots, seconds, work)
+            logger.info(json.dumps(self._line(slots, seconds), separators=(",", ":")))
         except Exception:
             logger.exception("a wave could not be accounted for")
 
-    def _line(self, slots: Sequence[Slot]) -> dict[str, Any]:
+    def _line(self, slots: Sequence[Slot], seconds: dict[str, float]) -> dict[str, Any]:
         """The log's line. Of what clients sent it has their request ids and the pointers, nothing else."""
         failures = []
         for slot in slots:
@@ -94,13 +118,13 @@ class Telemetry:
                 if slot.problem.pointer is not None:
                     failure["pointer"] = slot.problem.pointer[:MAX_POINTER]
                 failures.append(failure)
-        times = {f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in self.seconds.items()}
+        times = {f"{name}_ms": round(taken * 1e3, 3) for name, taken in seconds.items()}
         return {
             "wave": [slot.request_id for slot in slots], "rows": self._rows(slots), "groups": self._groups(slots),
             **times, "failures": failures,
         }  # fmt: skip
 
-    def _count(self, slots: Sequence[Slot]) -> None:
+    def _count(self, slots: Sequence[Slot], seconds: dict[str, float], work: Counter[tuple[str, str]]) -> None:
         outcomes = Counter((slot.problem.status if slot.problem else 200, reason(slot.problem)) for slot in slots)
         for (status, why), count in outcomes.items():
             self._add("gr00t_requests_total", count, str(status), why)
@@ -108,12 +132,11 @@ class Telemetry:
         self._add("gr00t_waves_by_rows_total", 1, size_label(self._rows(slots)))
         if groups := self._groups(slots):
             self._add("gr00t_groups_total", groups)
-        work = self._work()
         for (name, label), count in (work - self.work).items():
             self._add(f"gr00t_{name}_total", count, *([label] if label else []))
         self.work = work
-        for name, seconds in self.seconds.items():
-            self.metrics.get_metric("gr00t_stage_seconds", MetricTypes.HISTOGRAM).add_or_update(seconds, [name])
+        for name, taken in seconds.items():
+            self.metrics.get_metric("gr00t_stage_seconds", MetricTypes.HISTOGRAM).add_or_update(taken, [name])
         if self.policy.device.type == "cuda":
             device = str(self.policy.device.index)
             self._set("gr00t_gpu_memory_allocated_bytes", torch.cuda.memory_allocated(self.policy.device), device)

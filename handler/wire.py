@@ -46,7 +46,7 @@ class Part:
 
     name: str
     content_type: str
-    value: bytes
+    value: bytes | bytearray
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class _Count:
         return _mapping(pairs)
 
 
-def _json(text: bytes, count: _Count, *path: str) -> Any:
+def _json(text: bytes | bytearray, count: _Count, *path: str) -> Any:
     """The checked value of a JSON text; `path` is where it stands when it is a part of a form."""
     try:
         lists = text.count(b"[")
@@ -255,7 +255,7 @@ def _json(text: bytes, count: _Count, *path: str) -> Any:
     return tree
 
 
-def _msgpack(body: bytes, form: ReplyForm) -> tuple[Any, ReplyForm]:
+def _msgpack(body: bytes | bytearray, form: ReplyForm) -> tuple[Any, ReplyForm]:
     """The checked value of a msgpack body, arrays made; the reply's arrays follow the request's."""
     count = _Count()
     seen: set[str] = set()

@@ -116,6 +116,7 @@ def serve(telemetry: Telemetry, policy: Gr00tPolicy, wanted: list[Request]) -> l
     with telemetry.stage("postprocess"):
         pass
     telemetry.wave(slots)
+    telemetry.flush()
     return slots
 
 
@@ -211,6 +212,7 @@ def test_gpu_memory_is_told_of_a_gpu_only(
     assert emitted(caplog)["gr00t_engine_captures_total",] == [0]
     policy.engine.captures = 42
     telemetry.wave([])
+    telemetry.flush()
     got = emitted(caplog)
     assert got["gr00t_engine_captures_total",] == [2]
     assert got["gr00t_gpu_memory_allocated_bytes", "1"] == [5 << 30]
@@ -223,6 +225,7 @@ def test_accounts_that_fail_cost_no_reply(
     telemetry = Telemetry(metrics, policy)
     telemetry.metrics = None
     telemetry.wave([])
+    telemetry.flush()
     assert [record.getMessage() for record in caplog.records] == ["a wave could not be accounted for"]
 
 
