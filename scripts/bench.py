@@ -44,6 +44,7 @@ from scripts.gateway_translate import arrays_of, pack
 from scripts.make_checkpoint import write_checkpoint
 from scripts.package import EMBEDDED, MODEL_NAME, ROOT, ConfigError, build, merge_config
 from scripts.report import command, machine, relative, write_report
+from scripts.scale import ManageError, Management, Progress, at_least_one, scale
 from scripts.serve import Server, StartError
 
 Arrays = dict[str, NDArray[np.float32]]
@@ -52,6 +53,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}  # between two answers to one ob
 JPEG_QUALITY = 90
 CEILING_SECONDS = 2.0  # for each number of rows; at least five runs
 START_SECONDS = 0.05  # from the word to the start, for the word to reach all clients
+SCALE_SECONDS = 900.0  # for further workers to be READY
 SHOWN = ("batchSize", "maxBatchDelay", "jobQueueSize", "minWorkers")
 
 
@@ -127,11 +129,13 @@ def distance(a: Arrays, b: Arrays) -> float:
 
 @dataclass
 class Setup:
-    """Settings to measure: `name` as it was typed, and the overlays and lines of config.properties that it means."""
+    """Settings to measure: `name` as it was typed, the overlays and lines of config.properties that it means, and to
+    how many workers the management API brings the server."""
 
     name: str
     overlays: list[Path] = field(default_factory=list)
     properties: dict[str, str] = field(default_factory=dict)
+    workers: int | None = None
     server: Server | None = None
     gateway: GatewayProcess | None = None
     in_force: dict[str, int] = field(default_factory=dict)
@@ -142,15 +146,19 @@ class Setup:
 def parse_setup(text: str, common: list[Path], folder: Path) -> Setup:
     """What `--compare` takes: overlay files and KEY=VALUE joined by commas, or `none`; merged over `common`.
 
-    KEY=VALUE and handler.KEY=VALUE become an overlay in `folder`, torchserve.KEY=VALUE a line of config.properties.
+    KEY=VALUE and handler.KEY=VALUE become an overlay in `folder`, torchserve.KEY=VALUE a line of config.properties;
+    workers=N is what ./scripts/scale does with the running server.
     """
     pieces = [piece for piece in text.split(",") if piece not in ("", "none")]
     files = [Path(piece) for piece in pieces if "=" not in piece]
     values: dict[str, Any] = {}
     properties: dict[str, str] = {}
+    workers = None
     for piece in pieces:
         key, _, value = piece.partition("=")
-        if key.startswith("torchserve."):
+        if key == "workers":
+            workers = at_least_one(value)
+        elif key.startswith("torchserve."):
             properties[key.removeprefix("torchserve.")] = value
         elif key.startswith("handler."):
             values.setdefault("handler", {})[key.removeprefix("handler.")] = yaml.safe_load(value)
@@ -162,7 +170,7 @@ def parse_setup(text: str, common: list[Path], folder: Path) -> Setup:
         own.write_text(yaml.safe_dump(values), encoding="utf-8")
         files.append(own)
     typed = [relative(str(file)) for file in common] + [relative(piece) for piece in pieces]
-    return Setup(", ".join(typed) or "no overlay", [*common, *files], properties)
+    return Setup(", ".join(typed) or "no overlay", [*common, *files], properties, workers)
 
 
 class TunedServer(Server):
@@ -449,7 +457,8 @@ def ask_alone(order: dict[str, Any]) -> Arrays:
 def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
     """The whole measurement: its report. Prints as it goes.
 
-    Raises BenchError, ConfigError, StartError; CheckpointError, Problem: the policy in this process cannot be used.
+    Raises BenchError, ConfigError, StartError, ManageError; CheckpointError, Problem: the policy in this process cannot
+    be used.
     """
     setups = [parse_setup(text, args.overlay, temp / "overlays") for text in args.compare]
     steps = loads(args)
@@ -465,11 +474,17 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
             setup.server = stack.enter_context(
                 TunedServer(archive, run_dir=temp / f"run{n}", properties=setup.properties)
             )
+            if setup.workers is not None:
+                api = Management(setup.server.management_url, setup.server.management_key)
+                show_scaling = Progress("bench")
+                scale(api, MODEL_NAME, None, setup.workers, SCALE_SECONDS, setup.server.log_path, show_scaling)
+                show_scaling.end()
             setup.ready_after_s = round(time.perf_counter() - began, 1)
             if "openpi" in args.protocols:
                 setup.gateway = stack.enter_context(GatewayProcess(setup.server, temp / f"gateway{n}"))
             # With other settings in force a server does not start.
             setup.in_force = {key: setup.server.config[key] for key in SHOWN}
+            setup.in_force["minWorkers"] = setup.workers or setup.in_force["minWorkers"]
             setup.letter = chr(ord("A") + n)
             print(f"{setup.letter}  {setup.name}: READY after {setup.ready_after_s} s with {setup.in_force}")
         assert setups[0].server is not None
@@ -641,7 +656,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--overlay", type=Path, action="append", default=[], metavar="FILE", help="of every setup, over gr00t.yaml")
     add("--compare", nargs="+", metavar="SETUP",
         help="setups side by side: overlay files, KEY=VALUE, handler.KEY=VALUE and torchserve.KEY=VALUE (for "
-        "config.properties) joined by commas, or `none`; default: --overlay alone, or none and config/batched.yaml")
+        "config.properties) joined by commas, with workers=N scaled as by ./scripts/scale, or `none`; default: "
+        "--overlay alone, or none and config/batched.yaml")
     add("--clients", type=int, nargs="*", default=[1, 2, 4, 8], help="closed-loop steps; none: open loop only")
     add("--open-loop", type=float, nargs="+", default=[], metavar="RATE", help="Poisson steps, arrivals/s")
     add("--open-clients", type=int, default=32, help="processes that share the arrivals")
@@ -682,7 +698,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gr00t-bench-") as temp:
         try:
             report = sweep(args, Path(temp))
-        except (BenchError, ConfigError, StartError, CheckpointError, Problem) as error:
+        except (BenchError, ConfigError, StartError, ManageError, CheckpointError, Problem) as error:
             clear()
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -170,6 +170,7 @@ def test_a_setup_is_overlays_and_values(tmp_path: Path) -> None:
     assert (config["batchSize"], config["maxBatchDelay"], config["handler"]["max_rows"]) == (8, 7, 4)
     assert parse_setup("torchserve.vmargs=-Da=b,none", [], tmp_path).properties == {"vmargs": "-Da=b"}
     assert setup.properties == {}
+    assert parse_setup("none,workers=3", [], tmp_path).workers == 3 and setup.workers is None
     other = parse_setup("batchSize=2", [batched], tmp_path)
     assert merge_config(other.overlays)["batchSize"] == 2 and other.overlays[1] != setup.overlays[1]
     assert yaml.safe_load(other.overlays[1].read_text()) == {"batchSize": 2}
@@ -296,7 +297,7 @@ def test_a_short_run(policy: Gr00tPolicy, tmp_path: Path, monkeypatch: pytest.Mo
                      capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     monkeypatch.setattr(bench, "CEILING_SECONDS", 0.0)
     report_file, plot_file = tmp_path / "reports" / "bench.json", tmp_path / "bench.png"
-    words = ["--compare", f"{ROOT}/config/batched.yaml,maxBatchDelay=3,torchserve.metrics_mode=log"]
+    words = ["--compare", f"{ROOT}/config/batched.yaml,maxBatchDelay=3,torchserve.metrics_mode=log,workers=2"]
     words += ["--clients", "1", "3", "--warmup", "1"]
     words += ["--seconds", "1", "--rounds", "2", "--open-loop", "8", "--open-clients", "4", "--ceiling-rows", "2"]
     words += ["--protocols", "rest", "grpc", "openpi", "--encodings", "msgpack", "jpeg", "--size", "64", "64"]
@@ -321,7 +322,7 @@ def test_a_short_run(policy: Gr00tPolicy, tmp_path: Path, monkeypatch: pytest.Mo
             assert step["p50_ms"] <= step["p95_ms"] <= step["p99_ms"]
             assert step["requests_per_s"] == pytest.approx(step["requests"] / step["elapsed_s"], abs=0.02)
             assert len(step["requests_per_s_by_round"]) == 2 and step["client_cores"] > 0
-            assert line["in_force"] == {**BATCHED, "maxBatchDelay": 3}
+            assert line["in_force"] == {**BATCHED, "maxBatchDelay": 3, "minWorkers": 2}
             sizes = {int(size): count for size, count in step["requests_by_wave_size"].items()}
             assert sum(sizes.values()) == step["requests"] and max(sizes) <= step["clients"]
             assert 0 < step["forward_share"] <= 1
