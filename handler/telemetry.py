@@ -26,7 +26,7 @@ from handler.wave import Slot
 
 logger = logging.getLogger(__name__)
 
-SIZES = (*range(9), 16, 32, 64, 128)  # the values of a label that counts something
+SIZES = (*range(9), 12, 16, 24, 32, 48, 64, 96, 128)  # the values of a label that counts something
 FIELDS = {"video": "video", "images": "video", "state": "state", "language": "language", "prompt": "language",
           "options": "options"}  # fmt: skip
 MAX_POINTER = 200  # characters of a pointer in the log; the reply has all of it

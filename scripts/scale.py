@@ -224,7 +224,7 @@ def at_least_one(text: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("count", type=at_least_one, metavar="N", help="workers, one per GPU is plenty")
+    parser.add_argument("count", type=at_least_one, metavar="N", help="workers, one or two for each GPU")
     parser.add_argument("--model", default=MODEL_NAME, metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--version", help="of the model (default: its default version)")
     parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds to wait (default: %(default)s)")

@@ -164,7 +164,7 @@ def test_what_remains_after_evictions_keeps_its_bits(checkpoint: Path) -> None:
 
 
 def test_rungs() -> None:
-    assert [rung_of(n, ROW_RUNGS) for n in (1, 2, 3, 5, 8, 9, 32, 33)] == [1, 2, 4, 8, 8, 16, 32, 64]
+    assert [rung_of(n, ROW_RUNGS) for n in (1, 2, 3, 5, 8, 9, 32, 33)] == [1, 2, 3, 6, 8, 12, 32, 48]
     assert rung_of(TEXT_RUNGS[-1] + 1, TEXT_RUNGS) is None
     assert splits_of(((128, 3), (256, 2)), np.empty((100, 6144))) == 3  # type: ignore[arg-type]
     assert splits_of(((128, 3), (256, 2)), np.empty((200, 6144))) == 2  # type: ignore[arg-type]
