@@ -437,7 +437,9 @@ def orders(line: Line, bodies: Bodies, args: argparse.Namespace) -> list[dict[st
     server, gateway = line.setup.server, line.setup.gateway
     assert server is not None
     url = {"rest": server.predict_url, "grpc": f"http://127.0.0.1:{server.ports[3]}",
-           "openpi": gateway.url if gateway else ""}[line.protocol]  # fmt: skip
+           "openpi": gateway.url if gateway else "",
+           "gateway": f"{gateway.url.replace('ws', 'http', 1)}/predictions/{MODEL_NAME}" if gateway else "",
+           }[line.protocol]  # fmt: skip
     common = {"protocol": line.protocol, "url": url, "key": server.inference_key}
     return [{**common, "content_type": kind, "body": body} for _, kind, body in bodies[line.encoding]]
 
@@ -480,7 +482,7 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
                 scale(api, MODEL_NAME, None, setup.workers, SCALE_SECONDS, setup.server.log_path, show_scaling)
                 show_scaling.end()
             setup.ready_after_s = round(time.perf_counter() - began, 1)
-            if "openpi" in args.protocols:
+            if {"openpi", "gateway"} & set(args.protocols):
                 setup.gateway = stack.enter_context(GatewayProcess(setup.server, temp / f"gateway{n}"))
             # With other settings in force a server does not start.
             setup.in_force = {key: setup.server.config[key] for key in SHOWN}
@@ -491,8 +493,9 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
         contract = setups[0].server.describe(customized=True)["customizedMetadata"]
         bodies = bodies or make_bodies(contract, max(int(load["clients"]) for load in steps), args)
         # TorchServe takes forms over REST alone, OpenPI has none.
+        http = ("rest", "gateway")
         lines = [Line(setup, protocol, encoding) for setup in setups for protocol in args.protocols
-                 for encoding in args.encodings if protocol == "rest" or encoding == "msgpack"]  # fmt: skip
+                 for encoding in args.encodings if protocol in http or encoding == "msgpack"]  # fmt: skip
         report |= {
             "checkpoint": contract["checkpoint"],
             "dtype": contract["dtype"],
@@ -608,7 +611,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
     kinds = list(dict.fromkeys((line["protocol"], line["encoding"]) for line in lines))
     for line in lines:
         kind = kinds.index((line["protocol"], line["encoding"]))
-        style: dict[str, Any] = {"color": f"C{setups.index(line['setup'])}", "marker": "os^D"[kind]}
+        style: dict[str, Any] = {"color": f"C{setups.index(line['setup'])}", "marker": "os^DvP"[kind]}
         label = line["setup"] + (f" ({line['protocol']}, {line['encoding']})" if len(kinds) > 1 else "")
         closed = [step for step in line["steps"] if "rate" not in step and step["requests"]]
         if closed:
@@ -666,8 +669,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, help="of a step at most; of an open-loop step (10)")
     add("--warmup", type=int, default=5, help="requests a client before each step")
     add("--rounds", type=int, default=1, help="how often to go through all steps; figures are of all rounds together")
-    add("--protocols", nargs="+", choices=("rest", "grpc", "openpi"), default=["rest"],
-        help="openpi: through ./scripts/gateway, which is started before each server")
+    add("--protocols", nargs="+", choices=("rest", "grpc", "gateway", "openpi"), default=["rest"],
+        help="gateway, openpi: REST, and OpenPI's protocol, through ./scripts/gateway, started before each server")
     add("--encodings", nargs="+", choices=("msgpack", "jpeg"), default=["msgpack"],
         help="jpeg: multipart, over REST only")
     add("--embodiment-tag", help="default: the checkpoint's first")
@@ -684,7 +687,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("numbers must be positive; --warmup and --think-ms may be 0")
     if not (args.clients or args.open_loop):
         parser.error("nothing to measure: give --clients or --open-loop")
-    if "msgpack" not in args.encodings and args.protocols != ["rest"]:
+    if "msgpack" not in args.encodings and {"grpc", "openpi"} & set(args.protocols):
         parser.error("jpeg goes over REST only: add `--encodings msgpack`, or leave out the other protocols")
     if args.golden and not args.ceiling_rows:
         parser.error("--golden needs the policy in this process: give --ceiling-rows")

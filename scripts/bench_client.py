@@ -31,10 +31,10 @@ Ask = Callable[[], tuple[str, bytes]]  # sends the request; the answer's status 
 def connect(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:
     """A kept connection: what asks over it, and what closes it.
 
-    order: `protocol` (rest, grpc or openpi), `url`, `key` (or None), `content_type` and `body` of the one request.
-    Replies are asked for as msgpack.
+    order: `protocol` (rest, gateway, grpc or openpi), `url`, `key` (or None), `content_type` and `body` of the one
+    request. Replies are asked for as msgpack.
     """
-    return {"rest": rest, "grpc": grpc, "openpi": openpi}[order["protocol"]](order)
+    return {"rest": rest, "gateway": rest, "grpc": grpc, "openpi": openpi}[order["protocol"]](order)
 
 
 def rest(order: dict[str, Any]) -> tuple[Ask, Callable[[], None]]:

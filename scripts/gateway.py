@@ -22,6 +22,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,17 @@ from prometheus_client import Counter as Total
 from handler.problem import Problem
 from handler.wire import MSGPACK, Part, Request, decode, encode_problem, header_deadline
 from scripts.gateway_keys import Keys, new_key
-from scripts.gateway_translate import Episode, Translation, deadline_of, for_openpi, in_words, pack, problem_of, unpack
+from scripts.gateway_translate import (
+    Episode,
+    Translation,
+    deadline_of,
+    for_openpi,
+    in_words,
+    outline_of,
+    pack,
+    problem_of,
+    unpack,
+)
 from scripts.gateway_upstream import Reply, Upstream
 from scripts.package import ROOT
 from scripts.serve import Server, StartError, notify, pick_ports
@@ -203,14 +214,23 @@ class Gateway:
 
         Raises Problem.
         """
-        began, translation = time.monotonic(), self.translation()
+        translation = self.translation()
         fields, history = translation.fields(sent, robot.episode)
-        reply = await self.upstream.predict(
-            robot.key, robot.number, {"Content-Type": MSGPACK}, pack(fields), deadline_of(fields)
-        )
-        if reply.status != 200:
-            raise translation.robots_own(problem_of(reply))
+        try:
+            answer = await self.ask(robot, pack(fields), deadline_of(fields.get("options")))
+        except Problem as problem:
+            raise translation.robots_own(problem) from None
         robot.episode.history.update(history)
+        return answer
+
+    async def ask(
+        self, robot: Robot, body: bytes, deadline: float | None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The same for a message in the server's terms. deadline: Unix seconds. Raises Problem, in those terms."""
+        began = time.monotonic()
+        reply = await self.upstream.predict(robot.key, robot.number, {"Content-Type": MSGPACK}, body, deadline)
+        if reply.status != 200:
+            raise problem_of(reply)
         actions, info = unpack(reply.body)
         if info["checkpoint"] != self.upstream.contract["checkpoint"]:  # it was swapped
             with contextlib.suppress(ClientError, asyncio.TimeoutError):  # the next look asks again
@@ -314,8 +334,16 @@ class Gateway:
     async def _openpi_answer(self, robot: Robot, message: WSMessage, total_ms: float | None) -> bytes | str:
         if message.type != WSMsgType.BINARY:
             raise Problem(400, "Expected a binary message with msgpack; came text.")
-        sent, _ = decode(Request({"Content-Type": MSGPACK}, [Part("body", "", message.data)]))
-        endpoint, session = sent.pop("endpoint", "infer"), sent.pop("session_id", None)
+        outline = outline_of(message.data)
+        body = self.translation().passes(outline) if outline else None
+        endpoint: Any = "infer"
+        session: Any = None
+        if outline is not None and body is not None:
+            session, asking = outline.session, partial(self.ask, robot, body, deadline_of(outline.options))
+        else:
+            sent, _ = decode(Request({"Content-Type": MSGPACK}, [Part("body", "", message.data)]))
+            endpoint, session = sent.pop("endpoint", "infer"), sent.pop("session_id", None)
+            asking = partial(self.act, robot, sent)
         if not np.array_equal(session, robot.session):  # a text, or an array of one
             robot.episode.reset()
             robot.session = session
@@ -325,7 +353,7 @@ class Gateway:
         if endpoint != "infer":
             raise Problem(404, "endpoint must be infer or reset", "/endpoint")
         began = time.perf_counter()
-        actions, info = await self.act(robot, sent)
+        actions, info = await asking()
         timing = {"infer_ms": (time.perf_counter() - began) * 1e3, "forward_ms": info["inference_ms"]}
         if total_ms is not None:
             timing["prev_total_ms"] = total_ms

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -13,11 +14,13 @@ import numpy as np
 
 from handler.observation import MAX_SEED
 from handler.problem import TITLES, Problem
-from handler.wire import PROBLEM, pointer, write_openpi
+from handler.wire import MAX_KEY, MSGPACK, PROBLEM, Part, Request, decode, pointer, write_openpi
 from scripts.gateway_upstream import Reply
 
 Fields = dict[str, Any]
 MAX_HISTORY = 64 << 20  # bytes of one camera's earlier frames
+CONTROL = {"endpoint", "session_id", "options"}  # what of a message is no observation
+MAX_CONTROL = 1 << 16  # bytes of one of these in an ordinary message
 
 
 class Translation:
@@ -71,6 +74,23 @@ class Translation:
             out.update(new)
         return out, episode.complete(out, embodiment, self.steps_per_request) if embodiment else {}
 
+    def passes(self, outline: Outline) -> bytes | None:
+        """The message as the server takes it, its arrays unread; None where it must be read for that: keys to map,
+        earlier steps to put before, or anything out of the ordinary."""
+        options, embodiment = outline.options, self.embodiment({"options": outline.options})
+        if embodiment is None or self.key_map.keys() & outline.entries.keys():
+            return None
+        if any(len(deltas) > 1 for name, deltas in embodiment["delta_indices"].items() if name != "action"):
+            return None
+        if self.tag is not None:
+            options = {"embodiment_tag": self.tag, **{k: v for k, v in (options or {}).items() if v is not None}}
+        if options == outline.options and not outline.entries.keys() & {"endpoint", "session_id"}:
+            return outline.body
+        packer = msgpack.Packer()
+        kept = [outline.body[begin:end] for name, (begin, end) in outline.entries.items() if name not in CONTROL]
+        own = [] if options is None else [packer.pack("options"), packer.pack(options)]
+        return b"".join([packer.pack_map_header(len(kept) + bool(own)), *own, *kept])
+
     def robots_own(self, problem: Problem) -> Problem:
         """The problem with its pointer in the robot's terms, where the key map gave the field another name."""
         names = {target: name for name, targets in self.key_map.items()
@@ -102,6 +122,58 @@ class Translation:
             raise Problem(422, f"expected {sum(widths)} numbers ({', '.join(targets)}); came the shape "
                           f"{list(array.shape)}", pointer(name))  # fmt: skip
         return dict(zip(targets, np.split(array, np.cumsum(widths)[:-1], axis=-1), strict=True))
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A message's top level without its arrays.
+
+    entries: where in `body` each key with its value stands. options, session: see the message; None without.
+    """
+
+    body: bytes
+    entries: dict[str, tuple[int, int]]
+    options: dict[str, Any] | None
+    session: str | int | None
+
+
+def outline_of(body: bytes) -> Outline | None:
+    """The outline of an ordinary observation; None for all else, about which `handler.wire.decode` says more.
+
+    Ordinary: a msgpack mapping of text keys, options and session plain and small, no endpoint but `infer`. The other
+    values are skipped, not made.
+    """
+    reader = msgpack.Unpacker(max_buffer_size=0, strict_map_key=False)
+    reader.feed(body)
+    entries: dict[str, tuple[int, int]] = {}
+    try:
+        for _ in range(reader.read_map_header()):
+            begin = reader.tell()
+            reader.skip()
+            name = msgpack.unpackb(body[begin : min(reader.tell(), begin + MAX_KEY)])
+            reader.skip()
+            if not isinstance(name, str) or name in entries:
+                return None
+            entries[name] = begin, reader.tell()
+        if reader.tell() != len(body) or any(end - begin > MAX_CONTROL for name, (begin, end) in entries.items()
+                                             if name in CONTROL):  # fmt: skip
+            return None
+        control = {}
+        for name in CONTROL & entries.keys():
+            begin, end = entries[name]
+            reader = msgpack.Unpacker(strict_map_key=False)
+            reader.feed(body[begin:end])
+            reader.skip()
+            control[name] = reader.unpack()
+    except (msgpack.UnpackException, ValueError, TypeError, OverflowError):
+        return None
+    options, session = control.get("options"), control.get("session_id")
+    if not isinstance(options, dict | None) or not isinstance(session, str | int | None):
+        return None
+    plain = all(isinstance(key, str) for key in options or ())
+    if not plain or isinstance((options or {}).get("deadline_ms"), dict) or control.get("endpoint", "infer") != "infer":
+        return None
+    return Outline(body, entries, options, session)
 
 
 History = dict[str, deque[Any]]  # by "MODALITY.KEY"
@@ -182,9 +254,8 @@ def pack(value: Any, write: Callable[[np.ndarray], Any] = write_openpi) -> bytes
     return packed
 
 
-def deadline_of(fields: Mapping[str, Any]) -> float | None:
+def deadline_of(options: Any) -> float | None:
     """Unix seconds of `options.deadline_ms`, when it is a number (if it is none, the server says so)."""
-    options = fields.get("options")
     value = options.get("deadline_ms") if isinstance(options, Mapping) else None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_SEED:
         return None
@@ -194,6 +265,9 @@ def deadline_of(fields: Mapping[str, Any]) -> float | None:
 def unpack(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The actions, float32 (horizon, width) or (B, horizon, width), and info of the server's msgpack reply."""
     document = msgpack.unpackb(body, strict_map_key=False)
+    if any("as_npy" in packed for packed in document["actions"].values()):  # the request had arrays in GR00T's form
+        document, _ = decode(Request({"Content-Type": MSGPACK}, [Part("body", "", body)]))
+        return document["actions"], document["info"]
     return arrays_of(document["actions"]), document["info"]
 
 

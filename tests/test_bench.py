@@ -300,7 +300,8 @@ def test_a_short_run(policy: Gr00tPolicy, tmp_path: Path, monkeypatch: pytest.Mo
     words = ["--compare", f"{ROOT}/config/batched.yaml,maxBatchDelay=3,torchserve.metrics_mode=log,workers=2"]
     words += ["--clients", "1", "3", "--warmup", "1"]
     words += ["--seconds", "1", "--rounds", "2", "--open-loop", "8", "--open-clients", "4", "--ceiling-rows", "2"]
-    words += ["--protocols", "rest", "grpc", "openpi", "--encodings", "msgpack", "jpeg", "--size", "64", "64"]
+    words += ["--protocols", "rest", "grpc", "gateway", "openpi", "--encodings", "msgpack", "jpeg"]
+    words += ["--size", "64", "64"]
     code = bench.main([*words, "--json", str(report_file), "--plot", str(plot_file)])
     output = capsys.readouterr()
     assert code == 0, output.err
@@ -308,7 +309,8 @@ def test_a_short_run(policy: Gr00tPolicy, tmp_path: Path, monkeypatch: pytest.Mo
     assert report["checkpoint"] == policy.checkpoint and report["compared_with"] == "the policy in process"
     assert [limit["rows"] for limit in report["ceiling"]] == [1, 2, 3, 8]
     assert [(line["protocol"], line["encoding"]) for line in report["lines"]] == [
-        ("rest", "msgpack"), ("rest", "jpeg"), ("grpc", "msgpack"), ("openpi", "msgpack")
+        ("rest", "msgpack"), ("rest", "jpeg"), ("grpc", "msgpack"),
+        ("gateway", "msgpack"), ("gateway", "jpeg"), ("openpi", "msgpack"),
     ]  # fmt: skip
     arrivals = sum(len(bench.poisson(8.0, 1.0, turn)) for turn in range(2))
     for line in report["lines"]:

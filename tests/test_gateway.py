@@ -26,9 +26,10 @@ from prometheus_client import generate_latest
 
 from handler.policy import Actions, Gr00tPolicy
 from handler.problem import Problem
+from handler.wire import MSGPACK, Part, ReplyForm, Request, decode, encode_reply
 from scripts.gateway import Gateway, GatewayProcess, read_settings, serving
 from scripts.gateway_keys import Keys, new_key
-from scripts.gateway_translate import Episode, Translation, pack
+from scripts.gateway_translate import Episode, Translation, outline_of, pack, unpack
 from scripts.gateway_upstream import Turnstile
 from scripts.gateway_zmq import token_of
 from scripts.package import ROOT, build
@@ -37,6 +38,11 @@ from tests.client import arrived, as_msgpack, differences, gr00t, npy, read, unp
 from tests.conftest import DROID, LIBERO, observation
 
 # ------------------------------------------------------------------------------------------------------------- units
+
+
+def read_msgpack(body: bytes) -> dict[str, Any]:
+    """As the server decodes it."""
+    return decode(Request({"Content-Type": MSGPACK}, [Part("body", "", body)]))[0]
 
 
 def test_turns_go_by_key_and_then_by_connection() -> None:
@@ -208,6 +214,73 @@ def test_earlier_frames_fill_the_horizon(policy: Gr00tPolicy) -> None:
     assert files == [b"JPEG 0", b"JPEG %d" % ago]
     with pytest.raises(Problem, match="which is too much"):
         ask(f"video.{camera}", np.zeros((4000, 4000, 3), np.uint8))
+
+
+@pytest.mark.parametrize("tag", [None, LIBERO])
+@pytest.mark.parametrize(
+    "also",
+    [
+        {"options": {"embodiment_tag": LIBERO}},
+        {"options": {"embodiment_tag": LIBERO, "seed": 7, "timestamp": None, "rtc": {"action": {"x": np.ones(3)}}}},
+        {"session_id": "s", "endpoint": "infer", "options": {"embodiment_tag": LIBERO, "deadline_ms": 1.8e12}},
+        {"session_id": 3, "options": None},
+        {"endpoint": "infer"},
+        {},
+    ],
+)
+def test_a_message_passes_without_being_read(policy: Gr00tPolicy, tag: str | None, also: dict[str, Any]) -> None:
+    """And says the same as one that is read and written anew."""
+    contract = {**policy.describe(), "default_embodiment": tag}
+    translation = Translation(contract, tag, {}, 1)
+    fields = observation(policy, LIBERO)
+    fields = {**{name: fields[name] for name in ("video", "state", "language")}, **also}
+    _, body = as_msgpack(fields)
+    outline = outline_of(body)
+    assert outline is not None and outline.session == also.get("session_id")
+    passed = translation.passes(outline)
+    if translation.embodiment(fields) is None:
+        assert passed is None  # the server says that none is named
+        return
+    assert passed is not None
+    sent = read_msgpack(body)
+    for name in ("endpoint", "session_id"):
+        sent.pop(name, None)
+    want = read_msgpack(pack(translation.fields(sent, Episode())[0]))
+    got = read_msgpack(passed)
+    np.testing.assert_equal(got, want)  # exactly, and of all that is nested
+    if not also.keys() & {"endpoint", "session_id"} and None not in (also.get("options") or {None: None}).values():
+        assert passed is body
+
+
+def test_answers_in_either_form_of_arrays(policy: Gr00tPolicy) -> None:
+    actions = policy.get_action(observation(policy, LIBERO))
+    for form in ("openpi", "gr00t"):
+        got, info = unpack(encode_reply(ReplyForm(MSGPACK, form), actions, {"seed": 7})[1])
+        assert differences(got, actions) == [] and info == {"seed": 7}
+
+
+def test_what_is_out_of_the_ordinary_is_read(policy: Gr00tPolicy) -> None:
+    contract = policy.describe()
+    fields = observation(policy, LIBERO)
+    _, plain = as_msgpack(fields)
+    assert outline_of(plain) is not None
+    others: list[dict[Any, Any]] = [
+        {"endpoint": "reset"}, {"session_id": [1]}, {"options": [1]}, {"options": {b"seed": 1}},
+        {"options": {"deadline_ms": {b"__npgeneric__": True, b"data": 1.0, b"dtype": "<f8"}}},
+        {"options": {"text": "x" * (1 << 16)}}, {"x" * 300: 1}, {b"endpoint": "infer"}, {7: 1},
+    ]  # fmt: skip
+    for also in others:
+        assert outline_of(as_msgpack({**fields, **also})[1]) is None, also
+    twice = msgpack.Packer().pack_map_header(2) + 2 * (msgpack.packb("prompt") + msgpack.packb("go"))
+    for body in (b"", plain[:-1], plain + b"\xc0", msgpack.packb([1]), msgpack.packb("go"), twice, b"\x81" * 5000,
+                 b"\xdf\xff\xff\xff\xff"):  # fmt: skip
+        assert outline_of(body) is None, body[:20]
+    outline = outline_of(plain)
+    assert outline is not None
+    assert Translation(contract, None, {"video": "video"}, 1).passes(outline) is None
+    droid = outline_of(as_msgpack(observation(policy, DROID))[1])
+    assert droid is not None
+    assert Translation(contract, None, {}, 1).passes(droid) is None  # it takes earlier frames
 
 
 def test_the_token_of_a_gr00t_message_is_found_without_decoding_it() -> None:

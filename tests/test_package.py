@@ -630,5 +630,8 @@ def test_ask_says_what_went_wrong(capsys: pytest.CaptureFixture[str], monkeypatc
         ask._check(reply)
 
 
-def test_the_example_overlay_is_what_serve_documents() -> None:
+def test_the_example_overlays_are_what_is_documented() -> None:
     assert package._read_yaml(BATCHED) == {"batchSize": 8}
+    fleet = {"batchSize": 16, "maxBatchDelay": 8, "minWorkers": 2, "maxWorkers": 2}
+    assert package._read_yaml(ROOT / "config" / "fleet.yaml") == fleet
+    assert merge_config([ROOT / "config" / "fleet.yaml"]) == {**merge_config([]), **fleet}
