@@ -693,11 +693,11 @@ class Engine:
         # `start` is not kept: the rungs' may share memory, for each is used up before another begins.
         answer = torch.empty(buffers.inputs.noise.shape, dtype=torch.float32, pin_memory=True)
 
-        def act() -> Tensor:
+        def act() -> None:
             chunks = fused.act(buffers.inputs, start, vision_tokens, plan)
-            return answer.copy_(chunks.float(), non_blocking=True)
+            answer.copy_(chunks.float(), non_blocking=True)
 
-        graph, answer = self._graph(act, self._pool)
+        graph, _ = self._graph(act, self._pool)
         self.rungs[key] = Rung(vision, buffers, plan, begin, graph, answer)
         self.captures += 1
         while len(self.rungs) > self.max_graphs:
