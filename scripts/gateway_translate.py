@@ -21,6 +21,7 @@ Fields = dict[str, Any]
 MAX_HISTORY = 64 << 20  # bytes of one camera's earlier frames
 CONTROL = {"endpoint", "session_id", "options"}  # what of a message is no observation
 MAX_CONTROL = 1 << 16  # bytes of one of these in an ordinary message
+MAX_ENTRIES = 256  # of an ordinary message: each is looked at in Python
 
 
 class Translation:
@@ -147,7 +148,10 @@ def outline_of(body: bytes) -> Outline | None:
     reader.feed(body)
     entries: dict[str, tuple[int, int]] = {}
     try:
-        for _ in range(reader.read_map_header()):
+        count = reader.read_map_header()
+        if count > MAX_ENTRIES:
+            return None
+        for _ in range(count):
             begin = reader.tell()
             reader.skip()
             name = msgpack.unpackb(body[begin : min(reader.tell(), begin + MAX_KEY)])

@@ -29,7 +29,7 @@ from handler.problem import Problem
 from handler.wire import MSGPACK, Part, ReplyForm, Request, decode, encode_reply
 from scripts.gateway import Gateway, GatewayProcess, read_settings, serving
 from scripts.gateway_keys import Keys, new_key
-from scripts.gateway_translate import Episode, Translation, outline_of, pack, unpack
+from scripts.gateway_translate import MAX_ENTRIES, Episode, Translation, outline_of, pack, unpack
 from scripts.gateway_upstream import Turnstile
 from scripts.gateway_zmq import token_of
 from scripts.package import ROOT, build
@@ -272,7 +272,8 @@ def test_what_is_out_of_the_ordinary_is_read(policy: Gr00tPolicy) -> None:
     for also in others:
         assert outline_of(as_msgpack({**fields, **also})[1]) is None, also
     twice = msgpack.Packer().pack_map_header(2) + 2 * (msgpack.packb("prompt") + msgpack.packb("go"))
-    for body in (b"", plain[:-1], plain + b"\xc0", msgpack.packb([1]), msgpack.packb("go"), twice, b"\x81" * 5000,
+    many = msgpack.packb({str(key): None for key in range(MAX_ENTRIES + 1)})
+    for body in (b"", many, plain[:-1], plain + b"\xc0", msgpack.packb([1]), msgpack.packb("go"), twice, b"\x81" * 5000,
                  b"\xdf\xff\xff\xff\xff"):  # fmt: skip
         assert outline_of(body) is None, body[:20]
     outline = outline_of(plain)
