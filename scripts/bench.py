@@ -44,7 +44,7 @@ from scripts.gateway_translate import arrays_of, pack
 from scripts.make_checkpoint import write_checkpoint
 from scripts.package import EMBEDDED, MODEL_NAME, ROOT, ConfigError, build, merge_config
 from scripts.report import command, machine, relative, write_report
-from scripts.scale import ManageError, Management, Progress, at_least_one, scale
+from scripts.scale import ManageError, Management, Progress, scale
 from scripts.serve import Server, StartError
 
 Arrays = dict[str, NDArray[np.float32]]
@@ -147,7 +147,7 @@ def parse_setup(text: str, common: list[Path], folder: Path) -> Setup:
     """What `--compare` takes: overlay files and KEY=VALUE joined by commas, or `none`; merged over `common`.
 
     KEY=VALUE and handler.KEY=VALUE become an overlay in `folder`, torchserve.KEY=VALUE a line of config.properties;
-    workers=N is what ./scripts/scale does with the running server.
+    workers=N is what ./scripts/scale does with the running server. Raises BenchError: N is no such number.
     """
     pieces = [piece for piece in text.split(",") if piece not in ("", "none")]
     files = [Path(piece) for piece in pieces if "=" not in piece]
@@ -157,7 +157,9 @@ def parse_setup(text: str, common: list[Path], folder: Path) -> Setup:
     for piece in pieces:
         key, _, value = piece.partition("=")
         if key == "workers":
-            workers = at_least_one(value)
+            if not value.isdecimal() or int(value) < 1:
+                raise BenchError(f"workers must be a whole number from 1, got {value!r}")
+            workers = int(value)
         elif key.startswith("torchserve."):
             properties[key.removeprefix("torchserve.")] = value
         elif key.startswith("handler."):

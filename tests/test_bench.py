@@ -171,6 +171,9 @@ def test_a_setup_is_overlays_and_values(tmp_path: Path) -> None:
     assert parse_setup("torchserve.vmargs=-Da=b,none", [], tmp_path).properties == {"vmargs": "-Da=b"}
     assert setup.properties == {}
     assert parse_setup("none,workers=3", [], tmp_path).workers == 3 and setup.workers is None
+    for wrong in ("0", "two", "-1", ""):
+        with pytest.raises(BenchError, match="workers must be a whole number from 1"):
+            parse_setup(f"workers={wrong}", [], tmp_path)
     other = parse_setup("batchSize=2", [batched], tmp_path)
     assert merge_config(other.overlays)["batchSize"] == 2 and other.overlays[1] != setup.overlays[1]
     assert yaml.safe_load(other.overlays[1].read_text()) == {"batchSize": 2}
