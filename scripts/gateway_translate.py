@@ -18,6 +18,7 @@ from handler.wire import MAX_KEY, MSGPACK, PROBLEM, Part, Request, decode, point
 from scripts.gateway_upstream import Reply
 
 Fields = dict[str, Any]
+RANKS = {"video": 3, "state": 1}  # axes of one step of what may come with earlier ones
 MAX_HISTORY = 64 << 20  # bytes of one camera's earlier frames
 CONTROL = {"endpoint", "session_id", "options"}  # what of a message is no observation
 MAX_CONTROL = 1 << 16  # bytes of one of these in an ordinary message
@@ -62,7 +63,7 @@ class Translation:
         out: Fields = {}
         options = sent.get("options")
         if self.tag is not None and (options is None or isinstance(options, Mapping)):
-            out["options"] = {"embodiment_tag": self.tag, **{k: v for k, v in (options or {}).items() if v is not None}}
+            out["options"] = self._named(options)
         embodiment = self.embodiment({**sent, **out})
         for name, value in sent.items():
             target = self.key_map.get(name, name)
@@ -81,16 +82,20 @@ class Translation:
         options, embodiment = outline.options, self.embodiment({"options": outline.options})
         if embodiment is None or self.key_map.keys() & outline.entries.keys():
             return None
-        if any(len(deltas) > 1 for name, deltas in embodiment["delta_indices"].items() if name != "action"):
+        if any(len(embodiment["delta_indices"][modality]) > 1 for modality in RANKS):
             return None
         if self.tag is not None:
-            options = {"embodiment_tag": self.tag, **{k: v for k, v in (options or {}).items() if v is not None}}
+            options = self._named(options)
         if options == outline.options and not outline.entries.keys() & {"endpoint", "session_id"}:
             return outline.body
         packer = msgpack.Packer()
         kept = [outline.body[begin:end] for name, (begin, end) in outline.entries.items() if name not in CONTROL]
         own = [] if options is None else [packer.pack("options"), packer.pack(options)]
         return b"".join([packer.pack_map_header(len(kept) + bool(own)), *own, *kept])
+
+    def _named(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Options that name an embodiment: the robot's own, or the one by default."""
+        return {"embodiment_tag": self.tag, **{k: v for k, v in (options or {}).items() if v is not None}}
 
     def robots_own(self, problem: Problem) -> Problem:
         """The problem with its pointer in the robot's terms, where the key map gave the field another name."""
@@ -162,13 +167,10 @@ def outline_of(body: bytes) -> Outline | None:
         if reader.tell() != len(body) or any(end - begin > MAX_CONTROL for name, (begin, end) in entries.items()
                                              if name in CONTROL):  # fmt: skip
             return None
-        control = {}
+        control: dict[str, Any] = {}
         for name in CONTROL & entries.keys():
             begin, end = entries[name]
-            reader = msgpack.Unpacker(strict_map_key=False)
-            reader.feed(body[begin:end])
-            reader.skip()
-            control[name] = reader.unpack()
+            control |= msgpack.unpackb(b"\x81" + body[begin:end], strict_map_key=False)  # a mapping of one
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError):
         return None
     options, session = control.get("options"), control.get("session_id")
@@ -203,7 +205,7 @@ class Episode:
         Returns the history with this step, for `history.update` once it is answered.
         """
         news: History = {}
-        for modality, rank in (("video", 3), ("state", 1)):
+        for modality, rank in RANKS.items():
             deltas = embodiment["delta_indices"][modality]
             if len(deltas) == 1:
                 continue
