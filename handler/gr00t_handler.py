@@ -31,6 +31,7 @@ from handler.observation import Limits
 from handler.policy import DTYPES, ENGINES, Gr00tPolicy
 from handler.problem import Problem
 from handler.telemetry import Telemetry
+from handler.turn import Turn
 from handler.wave import ContextLost, Slot, fill, run
 from handler.wire import Part, Request, encode_problem, encode_reply
 
@@ -126,6 +127,9 @@ class Gr00tHandler(BaseHandler):
         self.device = torch.device(f"cuda:{gpu}" if gpu is not None and torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
             torch.set_num_threads(1)  # the GPU computes
+        turn = None
+        if self.device.type == "cuda":  # beside the folders of all models that this TorchServe has
+            turn = Turn(Path(properties["model_dir"]).parent / f"gr00t-turn-{gpu}")
         limits = {name: settings[name] for name in vars(Limits()) if name in settings}
         self.policy = Gr00tPolicy(
             Path(properties["model_dir"]) / settings["checkpoint"],  # an absolute path stands for itself
@@ -136,6 +140,7 @@ class Gr00tHandler(BaseHandler):
             Limits(**limits),
             engine=ENGINES[settings["engine"]],
             reproducible=settings["reproducible"],
+            turn=turn,
         )
         self.pool = None
         if self.device.type == "cuda":  # the GPU computes, so the cores are free to decode images

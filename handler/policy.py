@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -185,6 +186,7 @@ class Gr00tPolicy:
         engine: run the fused network, from CUDA graphs on a GPU, in place of the plain one; None: where that was
             measured and verified, in bfloat16 on a Hopper GPU.
         reproducible: one shape for every wave, so that a row's bits do not depend on its company.
+        turn: held while the device computes, see `handler.turn`.
 
     Raises:
         CheckpointError: the folder cannot be served; the text says why.
@@ -200,6 +202,7 @@ class Gr00tPolicy:
         limits: Limits | None = None,
         engine: bool | None = False,
         reproducible: bool = False,
+        turn: AbstractContextManager[None] | None = None,
     ) -> None:
         start = time.perf_counter()
         if not checkpoint.is_dir():
@@ -226,6 +229,7 @@ class Gr00tPolicy:
             self.checkpoint = digest.result()
         self.config = self.model.config
         self.reproducible = reproducible
+        self.turn = turn or nullcontext()
         self.work: Counter[tuple[str, str]] = Counter()  # see `_account`
         self.resizer = Resizer(self.recipe, self.device)
         self.rows_per_forward = min(REPRODUCIBLE_ROWS, self.limits.max_rows) if reproducible else self.limits.max_rows
@@ -240,7 +244,7 @@ class Gr00tPolicy:
                 raise CheckpointError("engine: its kernels are for bfloat16; set dtype: auto, or engine: plain")
             rungs = [self.rows_per_forward] if reproducible else None
             fused = Fused(self.model, ids, self.encode_prompt.lead)
-            self.engine = Engine(fused, self.resizer, self.rows_per_forward, rungs)
+            self.engine = Engine(fused, self.resizer, self.rows_per_forward, rungs, turn=self.turn)
             del self.model  # the engine has what it needs, and other embodiments' weights go
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -443,11 +447,12 @@ class Gr00tPolicy:
 
     def _run_model(self, rows: Sequence[Row]) -> Float32:
         """(n, H, A) from the plain network; in reproducible mode padded to the one shape."""
-        if not self.reproducible:
-            return self.model(self._batch(rows)).float().cpu().numpy()
-        padded = [*rows, *[rows[0]] * (self.rows_per_forward - len(rows))]
-        batch = self._batch(padded, padded_length(rows[0].grids, len(rows[0].input_ids), self.config.vision))
-        return self.model(batch).float().cpu().numpy()[: len(rows)]
+        tokens, padded = 0, list(rows)
+        if self.reproducible:
+            tokens = padded_length(rows[0].grids, len(rows[0].input_ids), self.config.vision)
+            padded += [rows[0]] * (self.rows_per_forward - len(rows))
+        with self.turn:
+            return self.model(self._batch(padded, tokens)).float().cpu().numpy()[: len(rows)]
 
     def _run_engine(self, rows: Sequence[Row]) -> Float32:
         """(n, H, A) from the engine."""

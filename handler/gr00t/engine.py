@@ -17,6 +17,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -42,6 +43,10 @@ Tables = dict[Grid, tuple[Tensor, Tensor, Tensor]]  # per distinct grid its posi
 # of tokens up to a bound; one part beyond the last. Measured on an H200 at the published widths.
 FEED_FORWARD_SPLITS = ((128, 3), (256, 2), (512, 3), (1024, 2))
 OUT_SPLITS = ((256, 1), (512, 2))
+
+# Before which of the four steps the GPU is another worker's, where several share it: the last steps of few rows leave
+# much of it idle. Measured on an H200.
+TURN_ENDS = 2
 
 # Up to how many images the vision tower's attention is our own kernel: cuDNN's, faster as such, clears a counter first.
 OWN_ATTENTION_IMAGES = 8
@@ -297,10 +302,17 @@ class Fused:
         )
 
     @torch.inference_mode()
-    def act(self, x: Inputs, start: Start, vision_tokens: list[Tensor], plan: Plan) -> Tensor:
+    def act(
+        self,
+        x: Inputs,
+        start: Start,
+        vision_tokens: list[Tensor],
+        plan: Plan,
+        turn_ends: torch.cuda.Event | None = None,
+    ) -> Tensor:
         """R action chunks, normalised: (R, H, A) in the model's dtype. vision_tokens: what `encode_images` returned.
-        Uses `start` up."""
-        return self._denoise(x, start, self._context(x, start, vision_tokens, plan), plan)
+        turn_ends: recorded before step TURN_ENDS. Uses `start` up."""
+        return self._denoise(x, start, self._context(x, start, vision_tokens, plan), plan, turn_ends)
 
     def _see(self, pixels: Tensor, position: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """The vision tower over images of one grid: pixels (N, values) -> [tokens, *taps], (N / 4, width) each."""
@@ -385,7 +397,9 @@ class Fused:
         encoded = F.silu(torch.baddbmm(w["time_bias"][:, step, None], encoded, w["action2"]))
         return torch.cat((state, torch.baddbmm(w["action3_bias"], encoded, w["action3"])), dim=1)
 
-    def _denoise(self, x: Inputs, start: Start, context: Tensor, plan: Plan) -> Tensor:
+    def _denoise(
+        self, x: Inputs, start: Start, context: Tensor, plan: Plan, turn_ends: torch.cuda.Event | None
+    ) -> Tensor:
         """Four Euler steps from noise."""
         c, w = self.config, start.weights
         rows, length = x.input_ids.shape
@@ -409,6 +423,8 @@ class Fused:
                 project(self.image_layers, plan.image_index, self.image_kv)
         actions = x.noise
         for step in range(len(self.steps)):
+            if step == TURN_ENDS and turn_ends is not None:
+                turn_ends.record()
             trajectory = self._trajectory(w, start.state, actions, step) if step else start.trajectory
             h = trajectory.flatten(0, 1)
             r: Tensor | Sums | None = None
@@ -551,6 +567,7 @@ class Rung:
     begin: torch.cuda.CUDAGraph
     graph: torch.cuda.CUDAGraph
     answer: Tensor  # float32 (R, H, A), pinned on the host
+    turn_ends: torch.cuda.Event
 
     def replay(self) -> None:
         """The whole forward, on what the buffers hold."""
@@ -569,12 +586,20 @@ class Engine:
         max_rows: the largest row rung.
         row_rungs: by default ROW_RUNGS up to max_rows.
         spare_graphs: rungs to keep beside the ladders of `warm_up`; the least recently used goes first.
+        turn: held while the GPU computes, see `handler.turn`.
     """
 
     def __init__(
-        self, fused: Fused, resize: Resize, max_rows: int, row_rungs: list[int] | None = None, spare_graphs: int = 64
+        self,
+        fused: Fused,
+        resize: Resize,
+        max_rows: int,
+        row_rungs: list[int] | None = None,
+        spare_graphs: int = 64,
+        turn: AbstractContextManager[None] | None = None,
     ) -> None:
         self.fused, self.resize, self.max_graphs = fused, resize, spare_graphs
+        self.turn = turn or nullcontext()
         cuda = fused.device.type == "cuda"
         self.row_rungs = row_rungs or sorted({rung for rung in ROW_RUNGS if rung < max_rows} | {max_rows})
         self.rungs: OrderedDict[Key, Rung] = OrderedDict()
@@ -627,16 +652,19 @@ class Engine:
         if key not in self.rungs:
             if len(self._met) < 1024:
                 self._met.add(key)
-            return self._run(rows, grids, wanted, tokens)
+            with self.turn:
+                return self._run(rows, grids, wanted, tokens)
         rung = self.rungs[key]
         self.rungs.move_to_end(key)
-        self._resize(rows, rung.vision.frames)
-        rung.vision.graph.replay()
-        with torch.cuda.stream(self._stream):  # while the vision tower runs
-            rung.buffers.load(rows, self.images(grids), self.generator)
-            rung.begin.replay()
-        torch.cuda.current_stream().wait_stream(self._stream)  # type: ignore[arg-type]
-        rung.graph.replay()
+        with self.turn:
+            self._resize(rows, rung.vision.frames)
+            rung.vision.graph.replay()
+            with torch.cuda.stream(self._stream):  # while the vision tower runs
+                rung.buffers.load(rows, self.images(grids), self.generator)
+                rung.begin.replay()
+            torch.cuda.current_stream().wait_stream(self._stream)  # type: ignore[arg-type]
+            rung.graph.replay()
+            rung.turn_ends.synchronize()
         torch.cuda.current_stream().synchronize()
         return rung.answer.numpy()[: len(rows)].copy()
 
@@ -692,13 +720,14 @@ class Engine:
         begin.replay()  # capturing computed nothing, and the next line runs on it
         # `start` is not kept: the rungs' may share memory, for each is used up before another begins.
         answer = torch.empty(buffers.inputs.noise.shape, dtype=torch.float32, pin_memory=True)
+        turn_ends = torch.cuda.Event(external=True)  # a node of the graph, for the host to wait for
 
         def act() -> None:
-            chunks = fused.act(buffers.inputs, start, vision_tokens, plan)
+            chunks = fused.act(buffers.inputs, start, vision_tokens, plan, turn_ends)
             answer.copy_(chunks.float(), non_blocking=True)
 
         graph, _ = self._graph(act, self._pool)
-        self.rungs[key] = Rung(vision, buffers, plan, begin, graph, answer)
+        self.rungs[key] = Rung(vision, buffers, plan, begin, graph, answer, turn_ends)
         self.captures += 1
         while len(self.rungs) > self.max_graphs:
             self.rungs.popitem(last=False)
