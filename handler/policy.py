@@ -341,12 +341,14 @@ class Gr00tPolicy:
 
     def _prepared(self, observation: Observation) -> bool:
         """Whether the client took the frames through the recipe. Raises Problem 422 when it was another one."""
+        if observation.prepared_with is None:
+            return False
         own = self.recipe.describe()
-        if observation.prepared_with not in (None, own):
+        if observation.prepared_with != own:
             raise Problem(422, f"options.prepared_with is not this checkpoint's recipe, {json.dumps(own)}: prepare the "
                           "frames with that, or send the camera's own without this option",
                           pointer("options", "prepared_with"))  # fmt: skip
-        return observation.prepared_with is not None
+        return True
 
     def _pack(self, frames: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
         """Frames uint8 (B, H, W, 3) each -> a copy (B, values), those of a row one after the other; on a GPU, where it

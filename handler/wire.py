@@ -6,6 +6,7 @@ body holds, the outcome is a mapping of plain values or a Problem.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -187,6 +188,7 @@ def encode_problem(problem: Problem, request_id: str | None = None) -> tuple[str
     return PROBLEM, json.dumps(body).encode("ascii")
 
 
+@functools.lru_cache(maxsize=1024)  # robots send the same fields at every step
 def pointer(*keys: str | int) -> str:
     """The RFC 6901 pointer to a field: pointer("state", "a/b") == "/state/a~1b"."""
     return "".join(["/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys])
@@ -222,6 +224,8 @@ class _Count:
 
     def add(self, values: int = 0, lists: int = 0, keys: int = 0) -> None:
         self.values, self.lists, self.keys = self.values + values, self.lists + lists, self.keys + keys
+        if self.values <= MAX_VALUES and self.lists <= MAX_LISTS and self.keys <= MAX_KEYS:
+            return
         for count, most, name in (
             (self.values, MAX_VALUES, "values"),
             (self.lists, MAX_LISTS, "lists"),
@@ -339,11 +343,19 @@ def _key(raw: Any) -> str:
 def _mapping(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for raw, value in pairs:
-        key = _key(raw)
+        if type(raw) is str and raw.isascii() and len(raw) <= MAX_KEY:
+            key = raw
+        else:
+            key = _ARRAY_KEYS.get(raw, "") if type(raw) is bytes else ""
+            key = key or _key(raw)
         if key in mapping:
             raise Problem(400, f"The key {quote(key)} came twice in one mapping (as text or as bytes). Send it once.")
         mapping[key] = value
     return mapping
+
+
+# As openpi-client writes them.
+_ARRAY_KEYS = {name.encode(): name for name in ("__ndarray__", "data", "dtype", "shape")}
 
 
 def _check(tree: Any, path: tuple[str | int, ...]) -> None:
@@ -356,22 +368,24 @@ def _check(tree: Any, path: tuple[str | int, ...]) -> None:
     while level:
         below: list[Any] = []
         for value in level:
-            if type(value) is not list and type(value) is not dict:
-                wrong = bool(_unfit(value))
-            else:
-                items = value.values() if isinstance(value, dict) else value
+            kind = type(value)
+            if kind is dict or kind is list:
+                items = value.values() if kind is dict else value
                 kinds = set(map(type, items))
                 wrong = depth >= MAX_DEPTH and bool(kinds)
                 if not kinds <= _PLAIN:  # the bulk of a large body is lists of numbers
-                    below.extend(items)
+                    below += [item for item in items if type(item) not in _HARMLESS]
                 elif int in kinds:
-                    wrong = wrong or not all(-(2**63) <= item < 2**64 for item in items if type(item) is int)
+                    wrong = wrong or not all([-(2**63) <= item < 2**64 for item in items if type(item) is int])
+            else:
+                wrong = bool(_unfit(value))
             if wrong:
                 _refuse_first(tree, path)
         level, depth = below, depth + 1
 
 
-_PLAIN = {bool, int, float, bytes, type(None)}
+_HARMLESS = {bool, float, bytes, type(None)}
+_PLAIN = _HARMLESS | {int}
 
 
 def _refuse_first(value: Any, path: tuple[str | int, ...]) -> None:
@@ -389,7 +403,8 @@ def _unfit(value: Any) -> str:
     """Why a single value is refused, or nothing."""
     if isinstance(value, str):
         try:
-            value.encode("utf-8")
+            if not value.isascii():
+                value.encode("utf-8")
         except UnicodeEncodeError:
             return "text with half a surrogate pair, which is not Unicode."
     elif isinstance(value, int):
@@ -415,13 +430,20 @@ def _with_arrays(value: Any, path: tuple[str | int, ...], seen: set[str]) -> Any
 # ---- Arrays ----
 
 
+_known_dtypes: dict[str, np.dtype[Any]] = {}  # of the few texts that _DTYPE lets through
+
+
 def _dtype(name: Any, path: tuple[str | int, ...]) -> np.dtype[Any]:
     text = name.decode("ascii", "replace") if isinstance(name, bytes) else name
-    # Checked as text: np.dtype would also make records, objects and sub-arrays.
-    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
-        came = quote(text) if isinstance(text, str) else _kind_of(text)
-        _refuse(path, f"expected the dtype {DTYPES}; came {came}.")
-    return np.dtype(text)
+    if not isinstance(text, str):
+        _refuse(path, f"expected the dtype {DTYPES}; came {_kind_of(text)}.")
+    known = _known_dtypes.get(text)
+    if known is None:
+        # Checked as text: np.dtype would also make records, objects and sub-arrays.
+        if not _DTYPE.fullmatch(text):
+            _refuse(path, f"expected the dtype {DTYPES}; came {quote(text)}.")
+        known = _known_dtypes[text] = np.dtype(text)
+    return known
 
 
 def _array(
@@ -430,13 +452,13 @@ def _array(
     """The array on data[offset:], once its size is known to be right (in Python's integers, which cannot overflow)."""
     if len(shape) > MAX_RANK:
         _refuse(path, f"an array of {len(shape)} axes; at most {MAX_RANK} are taken.")
-    if not all(type(length) is int and length > 0 for length in shape):
+    if not all([type(length) is int and length > 0 for length in shape]):
         _refuse(path, "expected a shape of whole numbers above zero.")
     need, came = math.prod(shape) * dtype.itemsize, len(data) - offset
     if need != came:
         _refuse(path, f"shape {quote(str(shape))} of {dtype.name} does not fit the {came} bytes of data that came.")
     array = np.frombuffer(data, dtype, offset=offset).reshape(shape, order=order)
-    return np.require(array, requirements="A")  # an odd .npy header leaves the data unaligned: copied then
+    return array if array.flags.aligned else array.copy(order)  # after an odd .npy header it is not
 
 
 def _openpi(wrapper: dict[str, Any], path: tuple[str | int, ...]) -> np.ndarray:
