@@ -56,8 +56,22 @@ def test_jpeg_comes_as_the_decoder_gives_it() -> None:
     data = encoded(Image.fromarray(np.stack([grid, grid + 20, grid + 40], -1)), "JPEG", quality=95)
     out = decode_image(data, WHERE, 32 * 48)
     np.testing.assert_array_equal(out, np.asarray(Image.open(io.BytesIO(data))))
-    progressive = encoded(Image.fromarray(out), "JPEG", quality=95, progressive=True)
-    assert decode_image(progressive, WHERE, 32 * 48).shape == (32, 48, 3)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("sampling", ["4:4:4", "4:2:2", "4:2:0", "4:1:1", "grey"])
+@pytest.mark.parametrize("size", [(1, 1), (17, 33), (123, 211), (256, 256)])
+def test_every_kind_of_jpeg_has_pillow_s_bits(size: tuple[int, int], sampling: str, progressive: bool) -> None:
+    """Robots and simulators write files with either library, and training read them with either."""
+    noise = np.random.default_rng(0).integers(90, 130, (*size, 3), np.uint8)  # Pillow cannot save more as progressive
+    image = Image.fromarray(noise).convert("L" if sampling == "grey" else "RGB")
+    for quality in (20, 90):
+        options = {} if sampling == "grey" else {"subsampling": sampling}
+        data = encoded(image, "JPEG", quality=quality, progressive=progressive, **options)
+        want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+        out = decode_image(data, WHERE, size[0] * size[1])
+        assert out.dtype == np.uint8 and out.flags.c_contiguous and out.flags.writeable
+        np.testing.assert_array_equal(out, want)
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG"])
@@ -87,6 +101,8 @@ def test_exif_orientation_is_ignored() -> None:
     exif[0x0112] = 6
     data = encoded(Image.fromarray(RGB), "PNG", exif=exif)
     np.testing.assert_array_equal(decode_image(data, WHERE, 24), RGB)
+    data = encoded(Image.fromarray(RGB), "JPEG", exif=exif)
+    np.testing.assert_array_equal(decode_image(data, WHERE, 24), np.asarray(Image.open(io.BytesIO(data))))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
@@ -136,6 +152,16 @@ def test_truncated_data_is_refused(form: str) -> None:
     data = encoded(Image.fromarray(noise), form)
     for length in (4, 20, 60, len(data) // 2, len(data) * 3 // 4):
         refused(data[:length])
+
+
+def test_a_cut_jpeg_with_a_whole_thumbnail_is_refused() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    exif = Image.Exif()
+    exif[0x927C] = encoded(Image.fromarray(noise[:16, :16]), "JPEG")  # a note of the maker's: a picture with its end
+    data = encoded(Image.fromarray(noise), "JPEG", exif=exif)
+    assert data.count(b"\xff\xd9") == 2 and decode_image(data, WHERE, 4096).shape == (64, 64, 3)
+    for length in (data.index(b"\xff\xd9") + 2, data.rindex(b"\xff\xda"), data.rindex(b"\xff\xda") + 40, len(data) - 2):
+        assert "cut" in refused(data[:length])
 
 
 def test_damaged_png_is_refused() -> None:
