@@ -7,6 +7,7 @@ together they are the contract that observations are checked against. Arithmetic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -238,41 +239,48 @@ class Embodiment:
     deltas: dict[str, list[int]]
 
     def encode_state(self, state: dict[str, Float32], max_state_dim: int) -> Float32:
-        """{key: (..., T, width)} -> (..., T, max_state_dim), normalised, zero-padded."""
+        """{key: (..., T, width)} -> (..., T, max_state_dim), normalised, zero-padded; infinite where float32 cannot
+        hold it."""
         first = next(iter(state.values()))
         out = np.zeros((*first.shape[:-1], max_state_dim), np.float32)
         if not self.exclude_state:
-            start = 0
-            for group, keys in self._joined_states:
-                encoded = group.encode(np.concatenate([state[key] for key in keys], axis=-1))
-                out[..., start : start + encoded.shape[-1]] = encoded
-                start += encoded.shape[-1]
+            if self._state_map is None:
+                encoded = np.concatenate([group.encode(state[group.key]) for group in self.states], axis=-1)
+            else:
+                encoded = self._state_map(np.concatenate([state[group.key] for group in self.states], axis=-1))
+            out[..., : encoded.shape[-1]] = encoded
         return out
 
     @cached_property
-    def _joined_states(self) -> list[tuple[StateGroup, list[str]]]:
-        """Neighbouring groups of one method as one, so that NumPy is called once for them."""
-        joined: list[tuple[StateGroup, list[str]]] = []
-        for group in self.states:
-            last = joined[-1][0] if joined else None
-            if last is None or last.method != group.method or group.method == "sin_cos":
-                joined.append((group, [group.key]))
-                continue
-            statistics = {
-                name: np.concatenate(
-                    [
-                        np.broadcast_to(getattr(g, name), (self.state_steps, g.width))
-                        for g in (last, group)
-                    ],
-                    axis=-1,
-                )
-                for name in ("low", "high", "mean", "std")
-            }
-            joined[-1] = (
-                StateGroup("", last.width + group.width, group.method, **statistics, clip=group.clip),
-                [*joined[-1][1], group.key],
-            )
-        return joined
+    def _state_map(self) -> Callable[[Float32], Float32] | None:
+        """`encode` of all groups side by side, so that NumPy is called once; None where one is no linear map."""
+        if any(group.method == "sin_cos" for group in self.states):
+            return None
+
+        def join(values: list[Any]) -> NDArray[Any]:
+            pieces = zip(values, self.states, strict=True)
+            return np.concatenate([np.broadcast_to(v, (self.state_steps, g.width)) for v, g in pieces], axis=-1)
+
+        standard = join([group.method == "mean_std" for group in self.states])
+        low, high, mean, std = (
+            join([getattr(group, name) for group in self.states]) for name in ("low", "high", "mean", "std")
+        )
+        constant = np.where(standard, std == 0, np.isclose(high, low))
+        zero = constant & ~standard  # what never varied becomes 0, or keeps its value
+        shift = np.where(standard, np.where(constant, 0.0, mean), low)
+        scale = np.where(constant, 1.0, np.where(standard, std, high - low))
+        factor = np.where(standard, np.float32(1), np.float32(2))
+        offset = np.where(standard, np.float32(0), np.float32(1))
+        limit = np.where(standard | ~join([group.clip for group in self.states]), np.float32(np.inf), np.float32(1))
+
+        def encode(values: Float32) -> Float32:
+            with np.errstate(over="ignore"):
+                out: Float32 = factor * ((values - shift) / scale).astype(np.float32) - offset
+            if zero.any():
+                out = np.where(zero, np.float32(0), out)
+            return np.minimum(np.maximum(out, -limit), limit)
+
+        return encode
 
     def decode_action(self, chunk: Float32, state: dict[str, Float32]) -> dict[str, Float32]:
         """Chunks (..., H, max_action_dim) as the model predicts them and raw states {key: (..., T, width)}, of the keys

@@ -111,6 +111,25 @@ def test_state_statistics_may_have_one_row_per_step() -> None:
     np.testing.assert_array_equal(robot.encode_state({"s": floats([[2], [15]])}, 1), floats([[1], [0]]))
 
 
+@pytest.mark.parametrize("more", [{}, {"clip_outliers": False}, {"state_more": {"sin_cos_embedding_keys": ["c"]}}])
+def test_groups_side_by_side_have_the_bits_of_each_alone(more: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    low = np.round(rng.normal(0, 3, (3, 4)), 3)
+    spread = np.array([[1e-12, 0.3, 7.7, 1e3], [0.1, 0.0, 3.3, 1e-30], [1.1, 2.2, 0.7, 5.5]])
+    groups = {
+        key: stats(list(low[n]), list(low[n] + spread[n]), mean=list(low[n] / 3), std=list(spread[n] / 7))
+        for n, key in enumerate("abc")
+    }
+    more = {**more, "state_more": {**more.get("state_more", {}), "mean_std_embedding_keys": ["b"]}}
+    robot = load(groups, **more)
+    for size in (1e-3, 1.0, 1e30):
+        state = {key: floats(rng.normal(0, size, (50, 1, 4))) for key in groups}
+        with np.errstate(over="ignore"):
+            alone = np.concatenate([group.encode(state[group.key]) for group in robot.states], axis=-1)
+        got = robot.encode_state(state, 20)
+        assert got[..., : alone.shape[-1]].tobytes() == alone.tobytes() and not got[..., alone.shape[-1] :].any()
+
+
 @pytest.mark.parametrize("where", [{"exclude_state": True}, {"state_more": {"exclude_state": True}}])
 def test_excluded_state_is_zeros(where: dict[str, Any]) -> None:
     robot = load({"s": stats([0.0], [2.0])}, **where)
