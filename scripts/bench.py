@@ -526,13 +526,16 @@ def sweep(args: argparse.Namespace, temp: Path) -> dict[str, Any]:
             if not apart <= report["tolerance"]:
                 raise BenchError(f"{line.setup.name}, {line.protocol} {line.encoding}: solo answers differ from "
                                  f"{report['compared_with']} by {apart:.2g}; {report['tolerance']} is allowed")
-        measure(lines, steps, args, report["ceiling"])
+        measure(lines, steps, args, report)
     return report
 
 
 def measure(lines: list[Line], steps: list[dict[str, float]], args: argparse.Namespace,
-            limits: list[dict[str, float]]) -> None:  # fmt: skip
-    """Every step of every line, `rounds` times; lines take turns, so that what else the machine does meets them all."""
+            report: dict[str, Any]) -> None:  # fmt: skip
+    """Every step of every line, `rounds` times; lines take turns, so that what else the machine does meets them all.
+
+    A run that is ended before the last step leaves the figures of those before it in `--json`.
+    """
     gpus = torch.cuda.device_count()
     tallies = [[Tally() for _ in steps] for _ in lines]
     total, done = args.rounds * len(steps) * len(lines), 0
@@ -549,8 +552,10 @@ def measure(lines: list[Line], steps: list[dict[str, float]], args: argparse.Nam
                     tallies[n][s].add(*clients.run(todo), line.solo)
                     done += 1
                     if turn == args.rounds - 1:
-                        line.steps.append(figures(load, tallies[n][s], line.setup.in_force, limits, gpus))
+                        line.steps.append(figures(load, tallies[n][s], line.setup.in_force, report["ceiling"], gpus))
                         show(name, line.steps[-1])
+                        if args.json:
+                            write_report(report, args.json)
     clear()
 
 
