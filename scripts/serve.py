@@ -208,9 +208,12 @@ class Server:
         self._lock.close()
 
     def wait(self) -> None:
-        """Returns when TorchServe has ended by itself."""
-        if self._process is not None:
-            self._process.wait()
+        """Returns when TorchServe has ended by itself.
+
+        Looks twice a second: a signal that the system gives to another thread interrupts no wait of this one.
+        """
+        while self.running():
+            time.sleep(0.5)
 
     def running(self) -> bool:
         """Whether TorchServe has been started and has not ended."""
