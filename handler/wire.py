@@ -327,7 +327,15 @@ def _form(parts: list[Part]) -> dict[str, Any]:
 # ---- Keys and values ----
 
 
+# As openpi-client writes them.
+_ARRAY_KEYS = {name.encode(): name for name in ("__ndarray__", "data", "dtype", "shape")}
+
+
 def _key(raw: Any) -> str:
+    if type(raw) is bytes:
+        raw = _ARRAY_KEYS.get(raw, raw)
+    if type(raw) is str and raw.isascii() and len(raw) <= MAX_KEY:  # nearly all
+        return raw
     if not isinstance(raw, str | bytes):
         raise Problem(400, f"Keys must be text; came {_kind_of(raw)} as a key.")
     try:
@@ -343,19 +351,11 @@ def _key(raw: Any) -> str:
 def _mapping(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for raw, value in pairs:
-        if type(raw) is str and raw.isascii() and len(raw) <= MAX_KEY:
-            key = raw
-        else:
-            key = _ARRAY_KEYS.get(raw, "") if type(raw) is bytes else ""
-            key = key or _key(raw)
+        key = _key(raw)
         if key in mapping:
             raise Problem(400, f"The key {quote(key)} came twice in one mapping (as text or as bytes). Send it once.")
         mapping[key] = value
     return mapping
-
-
-# As openpi-client writes them.
-_ARRAY_KEYS = {name.encode(): name for name in ("__ndarray__", "data", "dtype", "shape")}
 
 
 def _check(tree: Any, path: tuple[str | int, ...]) -> None:
