@@ -7,7 +7,7 @@ together they are the contract that observations are checked against. Arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -149,6 +149,12 @@ def _rows(statistic: Float64, steps: int) -> Float64:
     return statistic[:steps] if statistic.ndim == 2 else statistic
 
 
+def _side_by_side(values: Sequence[Any], groups: Sequence[StateGroup | ActionGroup], steps: int) -> NDArray[Any]:
+    """A value or statistic of each group, spread over its steps and width: (steps, width of all)."""
+    pieces = [np.broadcast_to(value, (steps, group.width)) for value, group in zip(values, groups, strict=True)]
+    return np.concatenate(pieces, axis=-1)
+
+
 class UnitRange:
     """The linear map of [low, high] to [-1, 1]; a constant feature, one that never varied, becomes 0."""
 
@@ -258,8 +264,7 @@ class Embodiment:
             return None
 
         def join(values: list[Any]) -> NDArray[Any]:
-            pieces = zip(values, self.states, strict=True)
-            return np.concatenate([np.broadcast_to(v, (self.state_steps, g.width)) for v, g in pieces], axis=-1)
+            return _side_by_side(values, self.states, self.state_steps)
 
         standard = join([group.method == "mean_std" for group in self.states])
         low, high, mean, std = (
@@ -267,6 +272,7 @@ class Embodiment:
         )
         constant = np.where(standard, std == 0, np.isclose(high, low))
         zero = constant & ~standard  # what never varied becomes 0, or keeps its value
+        any_zero = bool(zero.any())
         shift = np.where(standard, np.where(constant, 0.0, mean), low)
         scale = np.where(constant, 1.0, np.where(standard, std, high - low))
         factor = np.where(standard, np.float32(1), np.float32(2))
@@ -276,7 +282,7 @@ class Embodiment:
         def encode(values: Float32) -> Float32:
             with np.errstate(over="ignore"):
                 out: Float32 = factor * ((values - shift) / scale).astype(np.float32) - offset
-            if zero.any():
+            if any_zero:
                 out = np.where(zero, np.float32(0), out)
             return np.minimum(np.maximum(out, -limit), limit)
 
@@ -308,8 +314,7 @@ class Embodiment:
         hold, each (horizon, width of all)."""
 
         def join(values: list[Any]) -> NDArray[Any]:
-            pieces = zip(values, self.actions, strict=True)
-            return np.concatenate([np.broadcast_to(v, (self.horizon, g.width)) for v, g in pieces], axis=-1)
+            return _side_by_side(values, self.actions, self.horizon)
 
         return (
             join([g.low for g in self.actions]),
