@@ -125,10 +125,10 @@ class Gr00tHandler(BaseHandler):
         settings = dict(config["handler"])
         gpu = properties.get("gpu_id")
         self.device = torch.device(f"cuda:{gpu}" if gpu is not None and torch.cuda.is_available() else "cpu")
+        turn = None
         if self.device.type == "cuda":
             torch.set_num_threads(1)  # the GPU computes
-        turn = None
-        if self.device.type == "cuda":  # beside the folders of all models that this TorchServe has
+            # Beside the folders of all models that this TorchServe has.
             turn = Turn(Path(properties["model_dir"]).parent / f"gr00t-turn-{gpu}")
         limits = {name: settings[name] for name in vars(Limits()) if name in settings}
         self.policy = Gr00tPolicy(
