@@ -534,7 +534,7 @@ def measure(lines: list[Line], steps: list[dict[str, float]], args: argparse.Nam
             report: dict[str, Any]) -> None:  # fmt: skip
     """Every step of every line, `rounds` times; lines take turns, so that what else the machine does meets them all.
 
-    A run that is ended before the last step leaves the figures of those before it in `--json`.
+    Each step's figures go to `--json` at once: a run that is ended before the last leaves those before it.
     """
     gpus = torch.cuda.device_count()
     tallies = [[Tally() for _ in steps] for _ in lines]
@@ -713,8 +713,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
     complaints = verdict(report)
-    if args.json:
-        write_report(report, args.json)
     if args.plot:
         plot(report, args.plot)
     for complaint in complaints:
