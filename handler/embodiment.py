@@ -258,6 +258,11 @@ class Embodiment:
         return out
 
     @cached_property
+    def state_bound(self) -> Float64:
+        """The groups' `bound` side by side: (T, width of all)."""
+        return _side_by_side([group.bound for group in self.states], self.states, self.state_steps)
+
+    @cached_property
     def _state_map(self) -> Callable[[Float32], Float32] | None:
         """`encode` of all groups side by side, so that NumPy is called once; None where one is no linear map."""
         if any(group.method == "sin_cos" for group in self.states):

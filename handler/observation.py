@@ -8,6 +8,7 @@ Changes of dtype that lose nothing are made; others are refused.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,7 @@ def check(
         pixels -= video[camera].size // 3
     for group in embodiment.states:
         where, value = _take(given, "state", group.key, embodiment)
-        state[group.key], axes[where] = _state(value, where, embodiment.state_steps, group.width, group.bound)
+        state[group.key], axes[where] = _state(value, where, embodiment.state_steps, group.width)
     where, value = _take(given, "language", embodiment.language_keys[0], embodiment)
     instructions, batch = _instructions(value, where, limits)
 
@@ -119,6 +120,9 @@ def check(
         instructions = instructions * rows  # one text for a whole batch of simulators
     elif batch != rows:
         raise Problem(422, f"the instruction has {batch} rows (B), others have {rows}; all must agree", where)
+    if not (np.abs(np.concatenate(list(state.values()), axis=-1)) <= embodiment.state_bound).all():
+        for group in embodiment.states:
+            _within(state[group.key], given["state", group.key][0], group.bound)
     for action in embodiment.actions:
         if action.pose and not valid_pose(state[action.relative_to or ""][:, -1], action.pose):
             raise Problem(
@@ -329,7 +333,8 @@ def _rtc(options: Mapping[str, Any], embodiment: Embodiment, rows: int) -> Rtc |
         at = pointer(*where, group.key)
         if group.key not in given:
             raise Problem(422, f"options.rtc.action has no {group.key!r}; send the whole previous chunk", at)
-        value, batch = _state(given[group.key], at, horizon, group.width, group.bound)
+        value, batch = _state(given[group.key], at, horizon, group.width)
+        _within(value, at, group.bound)
         if (batch or 1) != rows:
             raise Problem(422, f"this field has {batch or 1} rows (B), the observation has {rows}", at)
         if group.pose and not valid_pose(value, group.pose):
@@ -357,8 +362,7 @@ def _frames(
         )
     if kind not in "ui":
         raise Problem(422, f"video is {array.dtype}, expected uint8 from 0 to 255", where)
-    shapes = f"(B, T, H, W, 3) with T = {steps}, or without B" + (", or (H, W, 3)" if steps == 1 else "")
-    array, batch = _with_axes(array, 5, steps, where, "video", shapes)
+    array, batch = _with_axes(array, 5, steps, where, "video", _video_shapes(steps))
     channels = array.shape[-1]
     if channels != 3:
         raise Problem(422, f"video has {channels} channels (shape {list(array.shape)}), expected 3, RGB last", where)
@@ -393,17 +397,15 @@ def _decode_frames(value: Any, where: str, max_pixels: int, most: int, depth: in
 # ------------------------------------------------------------------------------------------------------ state values
 
 
-def _state(
-    value: Any, where: str, steps: int, width: int, bound: NDArray[np.float64]
-) -> tuple[Float32, int | None]:
-    """Numbers -> finite float32 (B, T, width) of sizes within `bound`, and B as the client gave it."""
+def _state(value: Any, where: str, steps: int, width: int) -> tuple[Float32, int | None]:
+    """Numbers -> float32 (B, T, width), infinite where they are too large for it, and B as the client gave it."""
     array = _array(value, where)
     if array.dtype.kind not in "iuf":
         raise Problem(422, f"values are {array.dtype}, expected float32 (other floats and integers are converted)",
                       where)
     if array.ndim == 0 and width == 1:
         array = array[None]
-    shapes = f"(B, {steps}, {width}), or without B" + (f", or ({width},)" if steps == 1 else "")
+    shapes = _state_shapes(steps, width)
     array, batch = _with_axes(array, 3, steps, where, "array", shapes)
     if array.shape[-1] != width or array.shape[0] == 0:
         raise Problem(422, f"shape is {list(np.shape(value))}, expected {shapes}", where)
@@ -412,17 +414,30 @@ def _state(
             lossy = not np.array_equal(array.astype(np.float32).astype(array.dtype), array)
         if lossy:
             raise Problem(422, f"{array.dtype} values are too large for float32", where)
-    out = array
     if array.dtype != np.float32:
         with np.errstate(over="ignore"):
-            out = array.astype(np.float32)
-    fine = np.abs(out) <= bound
-    if not fine.all():
-        row, step, index = (int(n) for n in np.argwhere(~fine)[0])
-        bad = out[row, step, index]
-        reason = "lies too far outside the checkpoint's statistics" if np.isfinite(bad) else "must be a finite number"
-        raise Problem(422, f"value {index} of step {step} of row {row} is {bad} as float32; it {reason}", where)
-    return np.ascontiguousarray(out), batch
+            array = array.astype(np.float32)
+    return np.ascontiguousarray(array), batch
+
+
+def _within(values: Float32, where: str, bound: NDArray[np.float64]) -> None:
+    """Refuses (B, T, width) values that are not finite, or larger than `bound`."""
+    bad = np.argwhere(~(np.abs(values) <= bound))
+    if len(bad):
+        row, step, index = (int(n) for n in bad[0])
+        value = values[row, step, index]
+        reason = "lies too far outside the checkpoint's statistics" if np.isfinite(value) else "must be a finite number"
+        raise Problem(422, f"value {index} of step {step} of row {row} is {value} as float32; it {reason}", where)
+
+
+@functools.cache
+def _state_shapes(steps: int, width: int) -> str:
+    return f"(B, {steps}, {width}), or without B" + (f", or ({width},)" if steps == 1 else "")
+
+
+@functools.cache
+def _video_shapes(steps: int) -> str:
+    return f"(B, T, H, W, 3) with T = {steps}, or without B" + (", or (H, W, 3)" if steps == 1 else "")
 
 
 def _instructions(value: Any, where: str, limits: Limits) -> tuple[list[str], int | None]:
@@ -489,7 +504,7 @@ def _leaf_types(value: list[Any]) -> set[type]:
 def _with_axes(array: NDArray[Any], ndim: int, steps: int, where: str, what: str, shapes: str
                ) -> tuple[NDArray[Any], int | None]:
     """Adds the axes that the client left out; returns the array with all `ndim` axes, and B if it was there."""
-    shape = list(array.shape)
+    shape = array.shape
     batch: int | None = None
     if array.ndim == ndim:
         batch = array.shape[0]
@@ -498,9 +513,9 @@ def _with_axes(array: NDArray[Any], ndim: int, steps: int, where: str, what: str
     elif array.ndim == ndim - 2 and steps == 1:
         array = array[None, None]
     else:
-        raise Problem(422, f"{what} has shape {shape}, expected {shapes}", where)
+        raise Problem(422, f"{what} has shape {list(shape)}, expected {shapes}", where)
     if array.shape[1] != steps:
-        raise Problem(422, f"{what} has shape {shape}, so T = {array.shape[1]}, expected {shapes}", where)
+        raise Problem(422, f"{what} has shape {list(shape)}, so T = {array.shape[1]}, expected {shapes}", where)
     return array, batch
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -364,9 +364,9 @@ class Gr00tPolicy:
             packed = torch.empty(shape, dtype=torch.uint8, pin_memory=upload and math.prod(shape) <= MAX_PINNED)
         except RuntimeError:  # the host has no more of it; a lost GPU will tell below
             packed = torch.empty(shape, dtype=torch.uint8)
-        at = np.cumsum([0, *values])
+        host, at = packed.numpy(), accumulate(values, initial=0)
         for frame, (start, end) in zip(frames, pairwise(at), strict=True):
-            packed.numpy()[:, start:end].reshape(frame.shape)[...] = frame
+            host[:, start:end].reshape(frame.shape)[...] = frame
         if not upload:
             return packed
         try:

@@ -74,7 +74,11 @@ class Request:
 
     def header(self, name: str) -> str | None:
         """The header's value whatever the case of its name; None without it."""
-        return next((value for key, value in self.headers.items() if key.lower() == name.lower()), None)
+        return self._lowered.get(name.lower())
+
+    @functools.cached_property
+    def _lowered(self) -> dict[str, str]:
+        return {key.lower(): value for key, value in reversed(self.headers.items())}  # the first of equals
 
 
 @dataclass(frozen=True)
@@ -91,9 +95,13 @@ def reply_form(request: Request) -> ReplyForm:
     The highest q in Accept wins, the first of equals; wildcards, or nothing usable, mean the request's own encoding,
     which for forms and unknown types is JSON. `decode` may still turn arrays to "gr00t".
     """
-    own = MSGPACK if _kind(request) == MSGPACK else JSON
+    return _reply_form(request.header("accept") or "", MSGPACK if _kind(request) == MSGPACK else JSON)
+
+
+@functools.lru_cache(maxsize=64)
+def _reply_form(accept: str, own: str) -> ReplyForm:
     best, best_q = own, 0.0
-    for entry in (request.header("accept") or "").split(","):
+    for entry in accept.split(","):
         media, *parameters = (field.strip().lower() for field in entry.split(";"))
         offered = own if media in ("*/*", "application/*") else CONTENT_TYPES.get(media)
         q = next((parameter[2:] for parameter in parameters if parameter.startswith("q=")), "1")
@@ -222,7 +230,7 @@ class _Count:
     def __init__(self) -> None:
         self.values = self.lists = self.keys = 0
 
-    def add(self, values: int = 0, lists: int = 0, keys: int = 0) -> None:
+    def add(self, values: int, lists: int, keys: int) -> None:
         self.values, self.lists, self.keys = self.values + values, self.lists + lists, self.keys + keys
         if self.values <= MAX_VALUES and self.lists <= MAX_LISTS and self.keys <= MAX_KEYS:
             return
@@ -235,7 +243,7 @@ class _Count:
                 raise Problem(413, f"More than {most} {name} in one body. Send images and states as arrays or files.")
 
     def mapping(self, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-        self.add(keys=len(pairs))
+        self.add(0, 0, len(pairs))
         return _mapping(pairs)
 
 
@@ -243,7 +251,7 @@ def _json(text: bytes | bytearray, count: _Count, *path: str) -> Any:
     """The checked value of a JSON text; `path` is where it stands when it is a part of a form."""
     try:
         lists = text.count(b"[")
-        count.add(values=text.count(b",") + lists + text.count(b"{"), lists=lists)  # before anything is made
+        count.add(text.count(b",") + lists + text.count(b"{"), lists, 0)  # before anything is made
         tree = json.loads(text.decode("utf-8"), object_pairs_hook=count.mapping)
     except Problem as problem:  # from what does not know where it is
         _refuse(path, problem.detail, problem.status)
@@ -262,16 +270,29 @@ def _json(text: bytes | bytearray, count: _Count, *path: str) -> Any:
 def _msgpack(body: bytes | bytearray, form: ReplyForm) -> tuple[Any, ReplyForm]:
     """The checked value of a msgpack body, arrays made; the reply's arrays follow the request's."""
     count = _Count()
-    seen: set[str] = set()
+    marks: dict[str, bool] = {}  # of wrapped arrays, and whether one of them could not be made
 
     def listed(items: list[Any]) -> list[Any]:
-        count.add(values=1 + len(items), lists=1)
+        count.add(1 + len(items), 1, 0)
         return items
+
+    def mapped(pairs: list[tuple[Any, Any]]) -> Any:
+        mapping = count.mapping(pairs)
+        for mark, read in _WRAPPERS.items():
+            if mark in mapping:
+                try:
+                    array = read(mapping, ())
+                    marks.setdefault(mark, False)
+                    return array
+                except Problem:  # said below, with its path
+                    marks[mark] = True
+                    break
+        return mapping
 
     try:
         tree = msgpack.unpackb(
             body,
-            object_pairs_hook=count.mapping,
+            object_pairs_hook=mapped,
             list_hook=listed,
             strict_map_key=False,  # _mapping says more about a bad key
             max_array_len=MAX_LIST,
@@ -288,8 +309,9 @@ def _msgpack(body: bytes | bytearray, form: ReplyForm) -> tuple[Any, ReplyForm]:
             raise Problem(413, f"A msgpack list or mapping of more than {MAX_LIST} items. Send an array.") from None
         raise Problem(400, "Not msgpack, or cut short.") from None
     _check(tree, ())
-    tree = _with_arrays(tree, (), seen)
-    return tree, ReplyForm(form.content_type, "gr00t" if "__ndarray_class__" in seen else "openpi")
+    if any(marks.values()):
+        _refuse_first_array(tree, ())
+    return tree, ReplyForm(form.content_type, "gr00t" if "__ndarray_class__" in marks else "openpi")
 
 
 def _form(parts: list[Part]) -> dict[str, Any]:
@@ -298,7 +320,7 @@ def _form(parts: list[Part]) -> dict[str, Any]:
         raise Problem(400, "Expected form parts (video.KEY, state.KEY, prompt); came an empty form.")
     mapping: dict[str, Any] = {}
     count = _Count()
-    count.add(keys=len(parts))
+    count.add(0, 0, len(parts))
     for part in parts:
         name, value = _key(part.name), bytes(part.value)
         camera = name.startswith(("video.", "images."))
@@ -332,10 +354,6 @@ _ARRAY_KEYS = {name.encode(): name for name in ("__ndarray__", "data", "dtype", 
 
 
 def _key(raw: Any) -> str:
-    if type(raw) is bytes:
-        raw = _ARRAY_KEYS.get(raw, raw)
-    if type(raw) is str and raw.isascii() and len(raw) <= MAX_KEY:  # nearly all
-        return raw
     if not isinstance(raw, str | bytes):
         raise Problem(400, f"Keys must be text; came {_kind_of(raw)} as a key.")
     try:
@@ -349,7 +367,17 @@ def _key(raw: Any) -> str:
 
 
 def _mapping(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
+    try:  # the short way, for nearly all
+        mapping = dict(pairs)
+        if len(mapping) == len(pairs):
+            if mapping.keys() == _ARRAY_KEYS.keys():
+                return {name: mapping[raw] for raw, name in _ARRAY_KEYS.items()}
+            joined = "".join(mapping)
+            if joined.isascii() and len(joined) <= MAX_KEY:
+                return mapping
+    except TypeError:  # a key that is no text
+        pass
+    mapping = {}
     for raw, value in pairs:
         key = _key(raw)
         if key in mapping:
@@ -384,7 +412,7 @@ def _check(tree: Any, path: tuple[str | int, ...]) -> None:
         level, depth = below, depth + 1
 
 
-_HARMLESS = {bool, float, bytes, type(None)}
+_HARMLESS = {bool, float, bytes, np.ndarray, type(None)}
 _PLAIN = _HARMLESS | {int}
 
 
@@ -409,22 +437,21 @@ def _unfit(value: Any) -> str:
             return "text with half a surrogate pair, which is not Unicode."
     elif isinstance(value, int):
         return "" if -(2**63) <= value < 2**64 else "an integer of more than 64 bits."
-    elif value is not None and not isinstance(value, float | bytes):
+    elif value is not None and not isinstance(value, float | bytes | np.ndarray):
         return "msgpack extension types and timestamps are not taken. Send numbers, text or arrays."
     return ""
 
 
-def _with_arrays(value: Any, path: tuple[str | int, ...], seen: set[str]) -> Any:
-    """The value with its wrapped arrays made; the marks of those are added to `seen`."""
+def _refuse_first_array(value: Any, path: tuple[str | int, ...]) -> None:
+    """Refuses the first wrapped array that cannot be made, by its path."""
     if isinstance(value, dict):
         for mark, read in _WRAPPERS.items():
             if mark in value:
-                seen.add(mark)
-                return read(value, path)
-        return {key: _with_arrays(item, (*path, key), seen) for key, item in value.items()}
-    if isinstance(value, list) and {dict, list} & set(map(type, value)):
-        return [_with_arrays(item, (*path, index), seen) for index, item in enumerate(value)]
-    return value
+                read(value, path)
+                raise AssertionError("this array was not made at first")
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_first_array(item, (*path, key))
 
 
 # ---- Arrays ----
@@ -458,7 +485,7 @@ def _array(
     if need != came:
         _refuse(path, f"shape {quote(str(shape))} of {dtype.name} does not fit the {came} bytes of data that came.")
     array = np.frombuffer(data, dtype, offset=offset).reshape(shape, order=order)
-    return array if array.flags.aligned else array.copy(order)  # after an odd .npy header it is not
+    return array if not offset or array.flags.aligned else array.copy(order)  # after an odd .npy header it is not
 
 
 def _openpi(wrapper: dict[str, Any], path: tuple[str | int, ...]) -> np.ndarray:
