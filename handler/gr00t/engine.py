@@ -44,9 +44,9 @@ Tables = dict[Grid, tuple[Tensor, Tensor, Tensor]]  # per distinct grid its posi
 FEED_FORWARD_SPLITS = ((128, 3), (256, 2), (512, 3), (1024, 2))
 OUT_SPLITS = ((256, 1), (512, 2))
 
-# Before which of the four steps the GPU is another worker's, where several share it: the last steps of few rows leave
+# Before which of the four steps the GPU is another worker's, where several share it: the last step of few rows leaves
 # much of it idle. Measured on an H200.
-TURN_ENDS = 2
+TURN_ENDS = 3
 
 # Up to how many images the vision tower's attention is our own kernel: cuDNN's, faster as such, clears a counter first.
 OWN_ATTENTION_IMAGES = 8
@@ -227,7 +227,10 @@ class Fused:
             }
         )  # fmt: skip
         self.position = head.position_embedding.weight[: c.action_horizon].contiguous()
-        self.beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.beside = self.urgent = None
+        if self.device.type == "cuda":
+            self.beside = torch.cuda.Stream(self.device)
+            self.urgent = torch.cuda.Stream(self.device, priority=-1)
 
     def frames(self, rows: int, grids: Grids) -> Tensor:
         """Room for what `encode_images` takes: uint8 (rows, values), black."""
@@ -312,7 +315,17 @@ class Fused:
     ) -> Tensor:
         """R action chunks, normalised: (R, H, A) in the model's dtype. vision_tokens: what `encode_images` returned.
         turn_ends: recorded before step TURN_ENDS. Uses `start` up."""
-        return self._denoise(x, start, self._context(x, start, vision_tokens, plan), plan, turn_ends)
+        context = self._context(x, start, vision_tokens, plan)
+        if self.urgent is None:
+            return self._denoise(x, start, context, plan, turn_ends)
+        # The steps' kernels are small. Where another process computes beside them (under MPS), its large ones would
+        # keep each of them waiting; so they go first, and the other has the whole GPU so much sooner.
+        main = torch.cuda.current_stream()
+        self.urgent.wait_stream(main)
+        with torch.cuda.stream(self.urgent):
+            chunks = self._denoise(x, start, context, plan, turn_ends)
+        main.wait_stream(self.urgent)
+        return chunks
 
     def _see(self, pixels: Tensor, position: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """The vision tower over images of one grid: pixels (N, values) -> [tokens, *taps], (N / 4, width) each."""
