@@ -635,3 +635,5 @@ def test_the_example_overlays_are_what_is_documented() -> None:
     fleet = {"batchSize": 16, "maxBatchDelay": 8, "minWorkers": 2, "maxWorkers": 2}
     assert package._read_yaml(ROOT / "config" / "fleet.yaml") == fleet
     assert merge_config([ROOT / "config" / "fleet.yaml"]) == {**merge_config([]), **fleet}
+    eight = {"batchSize": 4, "maxBatchDelay": 2, "minWorkers": 2, "maxWorkers": 2}
+    assert merge_config([ROOT / "config" / "eight.yaml"]) == {**merge_config([]), **eight}
