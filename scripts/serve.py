@@ -256,7 +256,6 @@ class Server:
             "enable_model_api": "true" if self.model_api else "",
             "model_store": "",
             "metrics_config": json.dumps(str(ROOT / "config" / "metrics.yaml"))[1:-1],  # escaped as Java reads it
-            "vmargs": "",  # --log-config says it
         }
         lines = (ROOT / "config.properties").read_text(encoding="ascii").splitlines()
         kept = [line for line in lines if line.split("=")[0] not in own]
