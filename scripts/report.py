@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from scripts.package import ROOT
+
+MPS = "nvidia-cuda-mps-control"  # NVIDIA's Multi-Process Service, while its daemon runs
 
 
 def machine() -> dict[str, str]:
@@ -21,6 +24,8 @@ def machine() -> dict[str, str]:
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         cpu = f"{names[0]}, {len(names)} threads" if names else cpu
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    if gpu != "none" and any(process.info["name"] == MPS for process in psutil.process_iter(["name"])):
+        gpu += ", shared by MPS"
     return {"gpu": gpu, "cpu": cpu, "python": platform.python_version(), "torch": torch.__version__}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+import torch
 import yaml
 from websockets.sync.server import ServerConnection, serve
 
@@ -21,6 +23,7 @@ from handler.wire import Part, Request, decode
 from scripts import bench, bench_client
 from scripts.bench import BenchError, Clients, Tally, arguments, ceiling, ceiling_rows, figures, parse_setup, percentile
 from scripts.package import ROOT, ConfigError, merge_config
+from scripts.report import machine
 from tests.client import openpi
 from tests.conftest import LIBERO
 
@@ -335,3 +338,19 @@ def test_a_short_run(policy: Gr00tPolicy, tmp_path: Path, monkeypatch: pytest.Mo
             assert step["share_of_ceiling"] == pytest.approx(step["requests_per_s"] / limit["rows_per_s"], abs=0.01)
     assert plot_file.read_bytes().startswith(b"\x89PNG")
     assert "rest jpeg" in output.out and "\r" not in output.out + output.err
+
+
+def test_a_report_says_whether_the_gpu_was_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A sleeping program with the daemon's name stands in for it."""
+    assert machine()["gpu"] == "none" or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert machine()["gpu"] == "NVIDIA H200"
+    daemon = tmp_path / "nvidia-cuda-mps-control"
+    shutil.copy(str(shutil.which("sleep")), daemon)
+    process = subprocess.Popen([daemon, "60"])
+    try:
+        assert machine()["gpu"] == "NVIDIA H200, shared by MPS"
+    finally:
+        process.kill()
+        process.wait()
